@@ -62,12 +62,12 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_module_of(name)), name)
-    globals()[name] = value  # found at once, and the same, from now on
+    globals()[name] = value  # later look-ups find it without __getattr__
     return value
 
 
 def _module_of(name: str) -> str:
-    """Return the module that has ``name``. What is built on Lightning serves the package of it that is in use."""
+    """Return the module that has ``name``. For classes built on Lightning, it serves the Lightning package in use."""
     packages = {"zerosync_strategy.lightning": ("lightning.pytorch", "pytorch_lightning")}
     packages["zerosync_strategy.fabric"] = ("lightning.fabric", "lightning_fabric")
     home = _HOME[name]

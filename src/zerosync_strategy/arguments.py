@@ -13,7 +13,7 @@ from zerosync_strategy.core.options.removed import refuse_removed
 
 _PRECISIONS = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
 _MADE_BY_PROGRAMS = ("optimizer", "scheduler")
-# Arguments of a framework's strategy that are no part of a DeepSpeed configuration, and so may stand beside one.
+# Arguments of a framework's strategy that are no part of a DeepSpeed configuration, and so may be given with one.
 _BESIDE_CONFIG = frozenset({
     "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
     "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
@@ -22,12 +22,13 @@ _BESIDE_CONFIG = frozenset({
 
 
 class StrategyArguments:
-    """What a strategy takes that is built on ``stock``, the framework's own for DeepSpeed.
+    """The arguments of a strategy that is built on ``stock``, the framework's own strategy for DeepSpeed.
 
-    ``None`` stands for an option that is not given: LightningCLI gives all, those at their defaults included, and a
-    configuration excludes some and may hold others. Those that may stand beside one have their own defaults.
+    ``None`` means that an option is not given. LightningCLI gives all options, also at their defaults, but options that
+    a DeepSpeed configuration contains cannot be given with one. Options that may be given with a configuration have
+    their own defaults.
 
-    A contradiction raises ``error``. ``owner`` is the strategy's name, for errors.
+    Contradictions raise ``error``. ``owner`` is the strategy's name, for errors.
     """
 
     def __init__(self, owner: str, stock: Any, error: type[Exception]) -> None:
@@ -38,10 +39,10 @@ class StrategyArguments:
         self._error = error
 
     def split(self, stage: Any, config: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return which of ``options`` are ZeroSync's and which are for ``stock``.
+        """Return the ``options`` of ZeroSync, and those of ``stock``.
 
-        ``TypeError``: one is unknown. ``ValueError``: it was removed. ``error``: the stage is none of ZeRO's, or
-        ``config`` would override an option.
+        Raises a ``TypeError`` if an option is unknown, a ``ValueError`` if it was removed, and ``error`` if the stage
+        is not 1, 2 or 3, or if ``config`` would override an option.
         """
         options = {name: value for name, value in options.items() if value is not None or name in self._beside_config}
         ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
@@ -64,13 +65,13 @@ class StrategyArguments:
     ) -> tuple[ZeroSyncConfig, int]:
         """Take ZeroSync's block out of a DeepSpeed configuration; return ZeroSync's options and the ZeRO stage.
 
-        Errors are those of :meth:`ZeroSyncConfig.resolve`, and ``error`` where the stage is none of ZeRO's, or another
-        one than ``stage``.
+        Raises the errors of :meth:`ZeroSyncConfig.resolve`, and ``error`` if the stage is not 1, 2 or 3, or differs
+        from ``stage``.
 
         Args:
-            built: the configuration that ``stock`` has made of the arguments or of what the program gave.
-            stage: as an argument; where neither it nor the configuration has one, it is 3.
-            config: as an argument. What the program gave, here or in the environment, may leave things open.
+            built: the configuration that ``stock`` has made, from the arguments or from a given configuration.
+            stage: the argument; the default is 3, if the configuration has no stage either.
+            config: the argument. A configuration given here or in the environment may leave values open.
             ours: ZeroSync's options as arguments.
         """
         options = ZeroSyncConfig.resolve(built.pop(BLOCK, None), ours)
@@ -87,7 +88,7 @@ class StrategyArguments:
 
     @staticmethod
     def undecided(config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the path of an ``"auto"`` in the optimizer or scheduler, which has no default; empty if none."""
+        """Return the path of an ``"auto"`` in the optimizer or scheduler, which have no defaults; empty if none."""
         return next((path for path in _autos(config) if path[0] in _MADE_BY_PROGRAMS), ())
 
     @staticmethod
@@ -105,9 +106,7 @@ class StrategyArguments:
             )
 
     def name_all(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Give ``__init__(self, stage, *, config, **options)`` the signature that names every option, for what reads
-        signatures: LightningCLI, help texts, editors.
-        """
+        """Give ``init`` the signature that names every option, which LightningCLI, help texts and editors read."""
         keyword = inspect.Parameter.KEYWORD_ONLY
         stock_types = get_type_hints(self._stock.__init__)
         parameters = {
@@ -131,9 +130,9 @@ class StrategyArguments:
 
 
 def fill_in(config: dict[str, Any], stage: int) -> None:
-    """Give ``config`` the ZeRO ``stage`` where it has none, and remove each ``"auto"`` that has a default.
+    """Set the ZeRO ``stage`` in ``config`` if it has none, and remove each ``"auto"`` that has a default.
 
-    Those in the optimizer and the scheduler have none and stay: see :meth:`StrategyArguments.undecided`.
+    An ``"auto"`` in the optimizer or the scheduler has none and stays: see :meth:`StrategyArguments.undecided`.
     """
     zero = config.setdefault("zero_optimization", {})
     if zero.get("stage", AUTO) == AUTO:
@@ -145,7 +144,7 @@ def fill_in(config: dict[str, Any], stage: int) -> None:
         if path[0] in _MADE_BY_PROGRAMS:
             continue
         if name == "enabled" and blocks and blocks[0] in _PRECISIONS:
-            continue  # once the precision is known
+            continue  # decided once the precision is known
         block = config
         for key in blocks:
             block = block[key]

@@ -2,10 +2,10 @@
 
 1. a strategy or plugin is made: its contract is verified, its options are read (:class:`StrategyArguments`), and the
    process is prepared (:func:`prepare_process`);
-2. the device is known, and a process group is to be made: :func:`prepare_device`;
-3. the program builds its model: inside of :func:`building_model`;
-4. :func:`set_up` checks the model and its optimizer on all ranks, lets the framework build the engine, and attaches;
-   an engine for evaluation is built inside of :func:`building_engine`, and its parameters are for
+2. the device is known, before the process group is made: :func:`prepare_device`;
+3. the program builds its model inside :func:`building_model`;
+4. :func:`set_up` checks the model and its optimizer on all ranks, has the framework build the engine, and attaches; an
+   engine for evaluation is built inside :func:`building_engine`, and its parameters are given to
    :func:`gather_for_evaluation`;
 5. the training ends: ``abort()`` or ``end()`` of the handles, and :func:`report_failure` of an exception.
 """
@@ -57,7 +57,7 @@ from zerosync_strategy.core.params.shard_over import refuse_nested_init
 from zerosync_strategy.core.params.state_entries import in_full
 from zerosync_strategy.core.report import StepReport
 
-__all__ = [  # beside the functions below, for a frontend's own hooks
+__all__ = [  # what frontends use in addition to the functions below
     "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
     "accumulate_outside", "as_it_is", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
@@ -68,10 +68,10 @@ __all__ = [  # beside the functions below, for a frontend's own hooks
 
 
 def prepare_process(user: Any = None, nested_init: bool = True) -> None:
-    """Replace what has to be replaced in this process before there is an engine (C2).
+    """Install the replacements that this process needs before an engine is made (C2).
 
-    ``user`` keeps the replacements while it lives, or until ``patches.remove_user(user)``; attached engines keep them,
-    too. ``nested_init``: leave a ``zero.Init`` inside another one alone.
+    They stay while ``user`` or an attached engine lives, or until ``patches.remove_user(user)``. ``nested_init``: allow
+    a ``zero.Init`` inside another one.
     """
     if user is not None:
         patches.add_user(user)
@@ -83,7 +83,7 @@ def prepare_process(user: Any = None, nested_init: bool = True) -> None:
 def prepare_device(device_type: str, precision: object = None) -> str:
     """Prepare DeepSpeed for devices of this type, before the process group is made.
 
-    Return why it cannot train there with this ``precision`` of Lightning's; empty if it can.
+    Return why it cannot train on them with this ``precision`` of Lightning's; empty if it can.
     """
     if device_type != "cpu":
         return ""
@@ -97,29 +97,29 @@ def prepare_device(device_type: str, precision: object = None) -> str:
 
 
 def share_process_group() -> None:
-    """There may be a process group that the program, or its framework, has made without DeepSpeed: tell DeepSpeed."""
+    """Make DeepSpeed use a process group that the program or its framework has made without it, if there is one."""
     cpu.take_process_group()
 
 
 @contextmanager
 def building_model(sharding: AbstractContextManager[None], config: Any, stage: int) -> Iterator[None]:
-    """Around the building of a model, which ZeRO-3 shards as it is built.
+    """Wrap the building of a model, which ZeRO-3 shards meanwhile.
 
-    ``sharding`` is the framework's own context, which may complete the DeepSpeed configuration ``config``, and enters
-    ``zero.Init``.
+    ``sharding`` is the framework's own context, which enters ``zero.Init`` and may complete the DeepSpeed configuration
+    ``config``.
     """
     prepare_process(nested_init=False)
     with sharding:
         told = tell_transformers(config) if stage == 3 else None
         yield
-    del told  # what is read outside is whole
+    del told  # transformers does not shard what it builds outside of this context
 
 
 @contextmanager
 def building_engine(strategy: Any = None) -> Iterator[None]:
-    """Around the building of an engine, for one of Lightning's strategies or for another framework.
+    """Wrap the building of an engine, for one of Lightning's ``strategy`` or for another framework.
 
-    Lightning gives DeepSpeed the index of the root device as the rank on this host; on the CPU, devices get one here.
+    Lightning gives DeepSpeed the index of the root device as the local rank; on the CPU, devices get an index here.
     """
     indexed: AbstractContextManager[None] = nullcontext()
     if strategy is not None and (devices := strategy.parallel_devices) and devices[0].type == "cpu":
@@ -136,15 +136,15 @@ def set_up(
 ) -> ZeroSync | None:  # fmt: skip
     """Build an engine of ``module`` and attach to it. Collective.
 
-    A ``ValueError`` on every rank: an optimizer or the model cannot be trained, or the ranks' are not alike.
+    Every rank raises a ``ValueError`` if the model or an optimizer cannot be trained, or if they differ between ranks.
 
     Args:
         call: of the program, for errors.
-        build: builds and returns the engine, by the framework's own way, or ``None`` where none is to train.
+        build: builds and returns the engine in the framework's own way; ``None``: no engine is needed for training.
         optimizers: to check.
-        shown: the optimizer whose parameters ``param_groups`` of the engine's optimizer are to hold.
+        shown: the optimizer whose parameters the ``param_groups`` of the engine's optimizer show.
         problem: why the engine cannot be built, as the frontend has found; empty if it can.
-        facts: what must be alike on all ranks, beside the model.
+        facts: what must be the same on all ranks, in addition to the model.
         losses_divided_by: see :class:`ZeroSync`.
     """
     problems = (optimizer_problem(module, optimizer, config.elementwise_optimizer) for optimizer in optimizers)
@@ -155,7 +155,7 @@ def set_up(
     for optimizer in optimizers:
         warn_of_empty_groups(call, optimizer)
     groups = [] if shown is None else [list(group["params"]) for group in shown.param_groups if group["params"]]
-    drop_functions(module)  # of an engine that has evaluated or trained it
+    drop_functions(module)  # those of an earlier engine that has evaluated or trained the module
     with building_engine():
         engine = build()
     if engine is None:
@@ -175,18 +175,18 @@ def handle_of(value: Any) -> ZeroSync | None:
 
 
 def say_on_first_rank(text: str) -> None:
-    """Log what every user of the run may want to know."""
+    """Log ``text`` on the first rank."""
     if dist.get_rank() == 0:
         say(text)
 
 
 def activity(what: object) -> AbstractContextManager[None]:
-    """Around what a frontend does that may communicate (W4)."""
+    """Wrap what a frontend does that may communicate (W4)."""
     return rank_status().activity(what)
 
 
 def report_failure(error: BaseException) -> None:
-    """An exception ends the training: tell the other ranks, or say what they were doing if it is theirs."""
+    """Report an exception that ends the training to the other ranks; for a communication error, warn what they did."""
     if not dist.is_initialized() or isinstance(error, RankError):
         return
     if is_communication_error(error):
@@ -196,18 +196,18 @@ def report_failure(error: BaseException) -> None:
 
 
 def source(zerosync: ZeroSync, directory: Any, tag: str | None, optimizer_states: bool) -> Source:
-    """Return what is to be verified before ``load_checkpoint`` of the engine with these arguments."""
+    """Return the source to verify before ``load_checkpoint`` of the engine is called with these arguments."""
     return source_of(zerosync._attached, directory, tag, optimizer_states)
 
 
 def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> AbstractContextManager[None]:
-    """Around what the first of ``zerosyncs`` saves or loads: all of ``module``, also what it does not train.
+    """Wrap a save or load by the first of ``zerosyncs``, so that it includes parameters that no engine trains.
 
-    ZeRO-3 saves and loads what is in no optimizer only if it is frozen.
+    ZeRO-3 saves and loads a parameter that is in no optimizer only if it is frozen.
     """
     if zero.stage(zerosyncs[0].engine) == 3:
         for zerosync in zerosyncs[1:]:
             of_stage_3: Any = zerosync._attached.parameters
-            of_stage_3.release()  # as DeepSpeed lets the first do
+            of_stage_3.release()  # DeepSpeed makes the first one do so
     trained = {param for zerosync in zerosyncs for param in zerosync.parameters}
     return requiring_grad([param for param in module.parameters() if param not in trained], False)

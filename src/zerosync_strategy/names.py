@@ -1,7 +1,7 @@
 """Where ZeroSync is found in Lightning's packages: module and class for each, and names such as ``zerosync_stage_3``.
 
-The library comes as two packages with the same code, ``lightning`` and ``pytorch_lightning`` (with
-``lightning_fabric``). The classes of one are not those of the other. Neither has an entry point for strategies.
+The library is published as two packages with the same code, ``lightning`` and ``pytorch_lightning`` (with
+``lightning_fabric``). Each has classes of its own. Neither has an entry point for strategies.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Home:
-    """What serves one package."""
+    """ZeroSync's module and strategy class for one package."""
 
     module: str
     strategy: str
-    registry: str  # the package's own, in its ``strategies``
+    registry: str  # name of the package's registry, in its ``strategies``
 
 
 HOMES = {
@@ -37,18 +37,18 @@ _NAMES: dict[str, dict[str, Any]] = {
     "zerosync_stage_2_offload": dict(stage=2, offload_optimizer=True),
     "zerosync_stage_3_offload": dict(stage=3, offload_optimizer=True, offload_parameters=True),
 }
-"""With their options. What they offload is what Lightning's names of DeepSpeed offload."""
+"""Strategy names with their options. They offload what Lightning's names for DeepSpeed offload."""
 
 
 def register() -> None:
-    """Register the names with every package of these that is loaded."""
+    """Register the strategy names with every loaded package of :data:`HOMES`."""
     for package in HOMES:
         if package in sys.modules:
             register_with(package)
 
 
 def register_with(package: str) -> None:
-    """Register the names with one package, whose ``strategies`` are loaded."""
+    """Register the strategy names with one package, whose ``strategies`` are loaded."""
     home = HOMES[package]
     registry = getattr(import_module(f"{package}.strategies"), home.registry)
     for name, options in _NAMES.items():
@@ -61,14 +61,14 @@ def _make(home: Home, **options: Any) -> Any:
 
 
 def home_in_use(package: str, other: str) -> str:
-    """Return the module that serves ``package``; that of ``other`` where it alone of the two is loaded or installed."""
+    """Return ZeroSync's module for ``package``; for ``other``, if only that one is loaded or installed."""
     is_missing = package not in sys.modules and find_spec(package.split(".")[0]) is None
     is_other = other in sys.modules and package not in sys.modules
     return HOMES[other if is_missing or is_other else package].module
 
 
 def represent(strategy: Any, package: str) -> str:
-    """Return the ``repr`` of a strategy for ``package``; the others print it in their refusals."""
+    """Return the ``repr`` of a strategy for ``package``. Other packages print it when they refuse the strategy."""
     elsewhere = "; ".join(
         f"{other}: from {home.module} import {home.strategy}" for other, home in HOMES.items() if other != package
     )

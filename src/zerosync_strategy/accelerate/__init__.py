@@ -1,7 +1,7 @@
 """ZeroSync under Hugging Face Accelerate.
 
-Importing this makes every DeepSpeed configuration with a ``"zerosync"`` block train with ZeroSync, also where
-Accelerate reads the configuration by itself, as under ``accelerate launch``. Other configurations train as before.
+After this import, every DeepSpeed configuration with a ``"zerosync"`` block trains with ZeroSync, also if Accelerate
+reads the configuration by itself, as under ``accelerate launch``. Other configurations train as before.
 """
 
 from zerosync_strategy.accelerate import install

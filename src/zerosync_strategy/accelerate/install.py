@@ -19,14 +19,14 @@ from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.core.options.config import BLOCK
 from zerosync_strategy.frontend import prepare_device
 
-_always = False  # every DeepSpeed configuration of this process, with a block or without
+_always = False  # use ZeroSync for every DeepSpeed configuration of this process, also without a block
 
 
 def install(always: bool = False) -> None:
-    """Let DeepSpeed configurations with a ``"zerosync"`` block train with ZeroSync; with ``always``, all of them.
+    """Make DeepSpeed configurations with a ``"zerosync"`` block train with ZeroSync; with ``always``, all of them.
 
     Raises:
-        ContractError: the installed Accelerate is not one that ZeroSync knows.
+        ContractError: ZeroSync does not know the internals of the installed Accelerate.
     """
     global _always
     _always |= always
@@ -41,7 +41,7 @@ def install(always: bool = False) -> None:
 def _post_init(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def post_init(self: DeepSpeedPlugin) -> None:
-        """A configuration with a block becomes a :class:`ZeroSyncPlugin`, whoever made it."""
+        """Turn any plugin with a block into a :class:`ZeroSyncPlugin`."""
         if not isinstance(self, ZeroSyncPlugin) and (_always or _has_block(self.hf_ds_config)):
             self.__class__ = ZeroSyncPlugin
             return self.__post_init__()
@@ -62,18 +62,18 @@ def _prepare_deepspeed(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
-        """On a machine without accelerator, stock leaves the backend out, and every rank believes that it is alone.
+        """Return gloo on a machine without accelerator. Stock returns no backend, so that each rank trains alone.
 
-        Before Accelerate 1.15 it says gloo instead, and lets DeepSpeed compile.
+        Before Accelerate 1.15 stock returns gloo, but DeepSpeed compiles its extension.
         """
         ours = _is_ours()
         backend, distributed_type = stock(self, cpu, *args, **kwargs)
         on_cpu = distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
         if ours and on_cpu and "LOCAL_RANK" in os.environ:
             prepare_device("cpu")
-            if cpu:  # asked for by TrainingArguments(use_cpu=True); then stock says gloo
+            if cpu:  # from TrainingArguments(use_cpu=True); then stock returns gloo
                 return backend, distributed_type
-            return "gloo", DistributedType.NO  # which becomes DeepSpeed's
+            return "gloo", DistributedType.NO  # later replaced by DistributedType.DEEPSPEED
         return backend, distributed_type
 
     return prepare_backend
@@ -82,7 +82,7 @@ def _prepare_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _init_state(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def init(self: AcceleratorState, mixed_precision: Any = None, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
-        """With ``cpu=True`` stock would train without DeepSpeed."""
+        """Refuse ``cpu=True``, with which stock would train without DeepSpeed."""
         if (cpu or parse_flag_from_env("ACCELERATE_USE_CPU")) and _is_ours():
             raise ValueError(
                 "Accelerate got cpu=True or ACCELERATE_USE_CPU, which switches DeepSpeed off, and with it ZeroSync."

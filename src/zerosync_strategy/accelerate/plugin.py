@@ -29,9 +29,10 @@ class AccelerateConfig(ZeroSyncConfig):
 
     Args:
         step_on: ``"optimizer"``: the optimizer step is taken in ``optimizer.step()``, after any number of backwards, as
-            in PyTorch. ``"backward"``: in ``accelerator.backward()`` whenever Accelerate synchronises gradients, and
-            ``zero_grad()`` does nothing, as Accelerate does it for DeepSpeed. ``"auto"``: as ``"optimizer"``, unless
-            the program shows before its first step that it relies on ``"backward"``; where it may, that is an error.
+            in PyTorch. ``"backward"``: the step is taken in ``accelerator.backward()`` whenever Accelerate synchronises
+            gradients, and ``zero_grad()`` does nothing, as in Accelerate with DeepSpeed. ``"auto"``: as
+            ``"optimizer"``, unless the program shows before its first step that it relies on ``"backward"``. If that is
+            possible but not certain, an error is raised.
     """
 
     step_on: str = AUTO
@@ -46,25 +47,25 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
     """A ``DeepSpeedPlugin`` that trains with one gradient reduction per optimizer step, taken in ``optimizer.step()``.
 
     Args:
-        stage: ZeRO stage 1, 2 or 3. Without it, the stage of the DeepSpeed or Accelerate configuration, or 2 where
-            they have none or ``"auto"``.
-        **options: any field of :class:`AccelerateConfig`, which may also stand in a ``"zerosync"`` block of the
-            DeepSpeed configuration, and any field of Accelerate's ``DeepSpeedPlugin``.
+        stage: ZeRO stage 1, 2 or 3. Without it, the stage of the DeepSpeed or Accelerate configuration, or 2 if they
+            have none or ``"auto"``.
+        **options: any field of :class:`AccelerateConfig`, which may also be in a ``"zerosync"`` block of the DeepSpeed
+            configuration, and any field of Accelerate's ``DeepSpeedPlugin``.
 
     Attributes:
         zerosync_config: the options of ZeroSync.
 
     Raises:
         TypeError, ValueError: an unknown option, a value of the wrong kind, or options that contradict each other.
-        ContractError: Accelerate's internals are not those that ZeroSync knows (C1).
+        ContractError: Accelerate's internals are not the ones that ZeroSync knows (C1).
     """
 
     used = False
-    """Whether this process has made one: then it trains with DeepSpeed on CPU too."""
+    """Whether this process has made a plugin; then it trains with DeepSpeed on CPU, too."""
 
     zero3_save_16bit_model: bool | None
 
-    # For a plugin that Accelerate has made and install.py has given this class.
+    # Defaults for a plugin that Accelerate has made, and to which install.py has given this class.
     _stage: int | None = None
     _options: dict[str, Any] = {}  # noqa: RUF012
     _filled: dict[str, Any] = {}  # noqa: RUF012
@@ -85,7 +86,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         given = self.hf_ds_config
         self.hf_ds_config: HfDeepSpeedConfig | None = read_config(given)
         self.zero_stage = self._one_stage()
-        # Where nobody says otherwise, a model that is saved under ZeRO-3 has its weights; DeepSpeed writes none.
+        # By default, save the weights under ZeRO-3; DeepSpeed's own default writes none.
         if self.zero3_save_16bit_model is None and "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL" not in os.environ:
             self.zero3_save_16bit_model = self.zero_stage == 3
         if self.hf_ds_config is not None:
@@ -94,9 +95,9 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
             if zero.get("stage", "auto") == "auto":
                 zero["stage"] = self.zero_stage
             if self.zero_stage == 3:
-                zero.setdefault("stage3_gather_16bit_weights_on_model_save", "auto")  # as the field says
-        if self.hf_ds_config is not None and self.hf_ds_config is not given:  # the Trainer's has these
-            # What the configuration leaves out, the Accelerator says.
+                zero.setdefault("stage3_gather_16bit_weights_on_model_save", "auto")  # the field decides
+        if self.hf_ds_config is not None and self.hf_ds_config is not given:  # the Trainer's configuration has these
+            # The Accelerator decides what the configuration leaves out.
             config.setdefault("gradient_accumulation_steps", "auto")
             if "train_batch_size" not in config:
                 config.setdefault("train_micro_batch_size_per_gpu", "auto")
@@ -104,10 +105,10 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         self.zerosync_config = AccelerateConfig.resolve(self.deepspeed_config.get(BLOCK), self._options)
         ZeroSyncPlugin.used = True
         self.patch_process()
-        frontend.share_process_group()  # TrainingArguments(use_cpu=True) has made it
+        frontend.share_process_group()  # TrainingArguments(use_cpu=True) makes one
 
     def patch_process(self) -> None:
-        """Replace what has to be so before there is an engine, while this plugin lives or until its training ends."""
+        """Install the replacements in the process, while this plugin lives or until its training ends."""
         frontend.prepare_process(self, nested_init=self.zero_stage != 3)
 
     def _one_stage(self) -> int:
@@ -132,29 +133,29 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         return int(stage)
 
     def set_deepspeed_weakref(self) -> None:
-        # It tells transformers how to build models. ZeroSync does not need transformers.
+        # Stock informs transformers how to build models. ZeroSync does not need transformers.
         if importlib.util.find_spec("transformers") is not None:
             super().set_deepspeed_weakref()
             trainer.install(ZeroSyncPlugin)
 
     @contextmanager
     def filled_in(self, prepared: Iterable[Any]) -> Iterator[None]:
-        """Around ``prepare(*prepared)``: decide what is left to Accelerate, where it would refuse or surprise."""
+        """Wrap ``prepare(*prepared)``: replace values of "auto" for which Accelerate would raise or choose badly."""
         config, filled = self.deepspeed_config, self._filled
         if any(isinstance(item, torch.nn.Module) for item in prepared):
-            # What the preparation of another model has made of "auto" is not for this one.
+            # Undo the replacements of "auto" that were made for another model.
             config.update({name: "auto" for name, value in filled.items() if config.get(name) == value})
             self._filled = {}
         left_open = [name for name, value in config.items() if value == "auto"]
-        # Accelerate and DeepSpeed would clip to a norm of 1 where nobody has asked for it.
+        # By default, Accelerate and DeepSpeed would clip to a norm of 1.
         if config.get("gradient_clipping", "auto") == "auto":
             config["gradient_clipping"] = 0.0
-        # Of use for DeepSpeed's log alone, so not worth an error where the loaders do not say it.
+        # Only DeepSpeed's log uses the batch size, so it is no error if the loaders do not have it.
         sizes = [loader.batch_size for loader in prepared if isinstance(loader, DataLoader)]
         if self.is_auto("train_micro_batch_size_per_gpu") and (not sizes or None in sizes):
             before = filled.get("train_micro_batch_size_per_gpu", "auto")
             config["train_micro_batch_size_per_gpu"] = 1 if before == "auto" else before
-        block = config.pop(BLOCK, None)  # in which Accelerate would look for what it may fill in, too
+        block = config.pop(BLOCK, None)  # Accelerate would look for "auto" in it, too
         try:
             with _taken_as_it_is(config, prepared):
                 yield
@@ -166,9 +167,9 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
 
 @contextmanager
 def _taken_as_it_is(config: dict[str, Any], prepared: Iterable[Any]) -> Iterator[None]:
-    """While active, an offloaded optimizer that Accelerate would make another of is taken as it was given.
+    """While active, Accelerate uses an offloaded optimizer as given, and does not replace it by DeepSpeed's CPU Adam.
 
-    Accelerate makes DeepSpeed's CPU Adam of any optimizer, without a word.
+    Stock does so silently, for any optimizer.
     """
     option = "zero_force_ds_cpu_optimizer"
     optimizers = [item for item in prepared if isinstance(item, torch.optim.Optimizer)]
@@ -189,7 +190,7 @@ def _taken_as_it_is(config: dict[str, Any], prepared: Iterable[Any]) -> Iterator
 
 
 def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether DeepSpeed's CPU Adam does what ``optimizer`` does."""
+    """Return whether DeepSpeed's CPU Adam steps as ``optimizer`` does."""
     different = ["amsgrad", "maximize"]
     if type(optimizer) is torch.optim.Adam:
         different.append("decoupled_weight_decay")
@@ -199,7 +200,7 @@ def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def read_config(given: Any = None) -> HfDeepSpeedConfig | None:
-    """Return the DeepSpeed configuration that was given (a dictionary, a path or a text), or else the launcher's."""
+    """Return the given DeepSpeed configuration (a dictionary, a path or a text), or else the launcher's."""
     if given is None:
         given = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if isinstance(given, HfDeepSpeedConfig):

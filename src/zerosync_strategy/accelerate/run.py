@@ -33,7 +33,7 @@ def main() -> None:
     script = Path(arguments[0])
     if not script.is_file():
         raise SystemExit(f"{script} is not a file. Usage, under 'accelerate launch': {USAGE}")
-    sys.path[0] = str(script.resolve().parent)  # was this module's folder, or the current one
+    sys.path[0] = str(script.resolve().parent)  # replaces this module's folder, or the current one
     runpy.run_path(str(script), run_name="__main__")
 
 

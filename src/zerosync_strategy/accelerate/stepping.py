@@ -1,7 +1,8 @@
 """Where a program takes its optimizer steps: in ``optimizer.step()``, or in ``accelerator.backward()`` as under stock.
 
-Under stock Accelerate with DeepSpeed ``optimizer.step()`` does nothing, and a program may leave it out. Such a program
-would make backwards here and train nothing, so what it does until its first step decides, or is an error.
+Under stock Accelerate with DeepSpeed, ``optimizer.step()`` does nothing, and a program may omit it. With ZeroSync, this
+program would run backwards and train nothing. So the program's calls before its first step decide where it steps, or
+raise an error.
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ REMEDY = (
 
 
 class StepPlace:
-    """Where the program of one engine steps.
+    """Where a program steps one engine.
 
     Args:
-        zerosync: of the engine.
+        zerosync: the handle of the engine.
         asked: the option ``step_on``.
 
     Attributes:
-        on_backward: ``accelerator.backward()`` steps wherever gradients are synchronised.
+        on_backward: ``accelerator.backward()`` steps whenever gradients are synchronised.
     """
 
     def __init__(self, zerosync: ZeroSync, asked: str) -> None:
         self._zerosync = zerosync
         self.on_backward = asked == ON_BACKWARD
         self._undecided = asked == AUTO
-        self._decided_here = False  # since the last backward
+        self._decided_here = False  # by norm_is_read(), since the last backward
         self._says_when = False  # the program sets accelerator.sync_gradients itself
         self._accumulates = False
-        self._complete = False  # the last backward was one with synchronisation
+        self._complete = False  # the last backward synchronised gradients
 
     def program_synchronises(self) -> None:
-        """The program has set ``accelerator.sync_gradients``, which Accelerate's own ``backward()`` reads."""
+        """Record that the program sets ``accelerator.sync_gradients``, which Accelerate's ``backward()`` reads."""
         self._says_when = True
 
     def backward_begins(self, synchronises: bool) -> None:
-        """``accelerator.backward()`` begins.
+        """Check a beginning ``accelerator.backward()``.
 
         Raises:
-            RuntimeError: a window was complete, the next one begins, and the program has never stepped.
+            RuntimeError: it begins the next window after a complete one, and the program has never stepped.
         """
         made = self._zerosync.window.unused
         if self._never_stepped and self._accumulates and self._complete and made and not synchronises:
@@ -62,10 +63,11 @@ class StepPlace:
         self._decided_here = False
 
     def norm_is_read(self) -> None:
-        """The program asks the engine for the norm of its last step.
+        """Handle a read of the gradient norm of the engine's last step.
 
-        Where it sets ``accelerator.sync_gradients`` itself, has made the backward that completes the window, and has
-        never called ``optimizer.step()``, it takes the step for done: by the backward.
+        If the program sets ``accelerator.sync_gradients`` itself, has run the backward that completes the window, and
+        has never called ``optimizer.step()``, it assumes that the backward has stepped. Then step now, and from now on
+        in each such backward.
         """
         if not (self._never_stepped and self._says_when and self._complete and self._zerosync.window.unused):
             return
@@ -78,8 +80,8 @@ class StepPlace:
         self._zerosync.engine.step()
 
     def program_steps(self) -> None:
-        """``optimizer.step()`` was called, or another call that only a program that steps there makes."""
-        if self._decided_here:  # and no backward has come since: the step that this would be has been taken, once
+        """Handle a call of ``optimizer.step()``: the program steps by itself."""
+        if self._decided_here:  # the decision was wrong; the step of this call has been taken already, once
             self.on_backward = False
         self._undecided = self._decided_here = False
 
@@ -88,10 +90,10 @@ class StepPlace:
         return self._undecided and self._zerosync.report is None
 
     def check_end(self, num_steps: int) -> None:
-        """The training ends.
+        """Check at the end of the training that the program has stepped.
 
         Raises:
-            RuntimeError: the program made more backwards than the ``num_steps`` of one window, and never stepped.
+            RuntimeError: it ran more backwards than the ``num_steps`` of one window, and never stepped.
         """
         made = self._zerosync.window.unused
         if self._never_stepped and self._complete and made > num_steps:

@@ -1,6 +1,6 @@
 """The Hugging Face Trainer: the optimizer and scheduler that it was given, several calls of ``train()``, and saving.
 
-transformers drops both at the beginning of ``train()`` under DeepSpeed, and a second ``train()`` finds no engine.
+Under DeepSpeed, stock transformers drops both at the beginning of ``train()``, and a second ``train()`` has no engine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.frontend import drop_empty_groups, in_full_shapes
 
-_TRAINER = "_zerosync_trainer"  # of an Accelerator: the Trainer that has it
-_SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # not the state that transformers has gathered for them
+_TRAINER = "_zerosync_trainer"  # attribute of an Accelerator: its Trainer
+_SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # packages that save the module, not the gathered state
 
 
 def install(plugin_class: type[Any]) -> None:
-    """Replace transformers' ``deepspeed_init``; without a plugin of ``plugin_class`` it does what it did.
+    """Replace transformers' ``deepspeed_init``; without a plugin of ``plugin_class``, it works as before.
 
     Raises:
-        ContractError: the installed transformers has another one.
+        ContractError: ZeroSync does not know the internals of the installed transformers.
     """
     from transformers.integrations import deepspeed
 
@@ -39,7 +39,7 @@ def install(plugin_class: type[Any]) -> None:
 
 
 def _exchange(found: Any, other: Any) -> None:
-    """Let the modules of transformers that have ``found`` have ``other``."""
+    """Replace ``found`` by ``other`` in the modules of transformers."""
     for name in ("transformers.integrations.deepspeed", "transformers.integrations", "transformers.trainer"):
         module = sys.modules.get(name)
         if module is not None and vars(module).get("deepspeed_init") is found:
@@ -47,18 +47,18 @@ def _exchange(found: Any, other: Any) -> None:
 
 
 def is_trainers(config: Any) -> bool:
-    """Return whether a Trainer has filled in ``config``, of a plugin; it divides losses itself."""
+    """Return whether a Trainer, which divides losses itself, has filled in the ``config`` of a plugin."""
     deepspeed = sys.modules.get("transformers.integrations.deepspeed")
     return deepspeed is not None and isinstance(config, deepspeed.HfTrainerDeepSpeedConfig)
 
 
 def divides_losses(accelerator: Any) -> bool:
-    """Return whether a Trainer has ``accelerator``: it divides losses itself, and backwards take them as they are."""
+    """Return whether ``accelerator`` belongs to a Trainer, which divides losses itself."""
     return getattr(accelerator, _TRAINER, None) is not None
 
 
 def keeps_engine(accelerator: Any) -> bool:
-    """Return whether the Trainer that has ``accelerator`` goes on with its engine in a later ``train()``."""
+    """Return whether the Trainer of ``accelerator`` continues with its engine in a later ``train()``."""
     trainer = getattr(accelerator, _TRAINER, lambda: None)()
     wrapped = accelerator.deepspeed_engine_wrapped
     if trainer is None or wrapped is None or trainer.model_init is not None or trainer.args.auto_find_batch_size:
@@ -67,7 +67,7 @@ def keeps_engine(accelerator: Any) -> bool:
 
 
 def _gather_to_save(trainer: Any) -> None:
-    """Let ``trainer`` find whole parameters where it saves its module, which each rank reads in its own order."""
+    """Gather all parameters while ``trainer`` saves its module, which each rank reads in its own order."""
     packages = {each.__module__.partition(".")[0] for each in type(trainer).__mro__}
     if packages.isdisjoint(_SAVE_THE_MODULE) or "_save" in vars(trainer):
         return
@@ -112,7 +112,7 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
             if made_scheduler is not None:
                 made_scheduler.optimizer = made
         used = made_scheduler if scheduler is None else scheduler
-        if hasattr(made, "param_groups"):  # before transformers 5, LoRA has one for what decays not
+        if hasattr(made, "param_groups"):  # before transformers 5, LoRA has an empty group without weight decay
             drop_empty_groups(made, used)
         return made, used
 

@@ -1,7 +1,7 @@
 """A prepared model, optimizer and Accelerator under ZeroSync: the step is taken in ``optimizer.step()``.
 
-Accelerate says when gradients are synchronised (``sync_gradients``): at every micro-batch, or in ``accumulate()`` at
-every N-th and at the end of the data. The loss is divided by N here; the engine itself never accumulates.
+Accelerate decides when gradients are synchronised (``sync_gradients``): at every micro-batch, or in ``accumulate()`` at
+every N-th and at the end of the data. This wrapper divides the loss by N; the engine itself never accumulates.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _WORLD_SIZES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORL
 
 
 def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], stock: Callable[..., Any]) -> Any:
-    """``accelerator.prepare(*args)`` under ``plugin``, by way of Accelerate's own ``stock`` preparation."""
+    """Run ``accelerator.prepare(*args)`` under ``plugin``, by Accelerate's own ``stock`` preparation."""
     from deepspeed import DeepSpeedEngine
 
-    plugin.patch_process()  # a training that has ended may have undone it
+    plugin.patch_process()  # the end of an earlier training may have undone it
     frontend.prepare_device(accelerator.device.type)
     if not dist.is_initialized() and get_int_from_env(_WORLD_SIZES, 1) == 1:
         _become_the_only_rank(accelerator)
@@ -59,15 +59,15 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
             result = stock(accelerator, *args)
         engine = next((item for item in result if isinstance(item, DeepSpeedEngine)), None)
         if engine is None or not (optimizers or "optimizer" in plugin.deepspeed_config):
-            return None  # a data loader, or a model for evaluation
+            return None  # only a data loader, or a model for evaluation
         frontend.accumulate_outside(engine)
         return engine
 
-    # As the Accelerator was made, before its first preparation, of a data loader it may be.
+    # The value with which the Accelerator was made; its first preparation, perhaps of a data loader, changes it.
     num_steps = vars(accelerator).setdefault("_zerosync_num_steps", accelerator.gradient_accumulation_steps)
     configured = plugin.deepspeed_config.get("gradient_accumulation_steps")
     if is_trainers(plugin.hf_ds_config) and isinstance(configured, int):
-        accelerator.gradient_accumulation_steps = configured  # as Accelerate does with a warning, which nobody needs
+        accelerator.gradient_accumulation_steps = configured  # Accelerate does so itself, with a needless warning
     zerosync = None
     if model is None:
         build()
@@ -100,7 +100,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
 
 @contextmanager
 def _not_compiled_yet(accelerator: Any, plugin: ZeroSyncPlugin) -> Iterator[bool]:
-    """Leave DeepCompile, which comes after ``attach()``, out of Accelerate's preparation. Yield if it is on."""
+    """Keep DeepCompile, which must follow ``attach()``, out of Accelerate's preparation. Yield whether it is on."""
     dynamo = accelerator.state.dynamo_plugin
     asked = plugin.deepspeed_config.get("compile", {}).get("deepcompile", False)
     if not asked or dynamo.use_regional_compilation or dynamo.backend is DynamoBackend.NO:
@@ -114,7 +114,7 @@ def _not_compiled_yet(accelerator: Any, plugin: ZeroSyncPlugin) -> Iterator[bool
 
 
 def _become_the_only_rank(accelerator: Any) -> None:
-    """``python train.py``, without a launcher, is a job of one rank. DeepSpeed would look for MPI."""
+    """Make a process group of one rank, for ``python train.py`` without a launcher: DeepSpeed would look for MPI."""
     os.environ.setdefault("LOCAL_RANK", "0")
     backend = "gloo" if accelerator.device.type == "cpu" else "nccl"
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -134,12 +134,12 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         self.zerosync = zerosync
         self.place = place
         self.gradient_state = GradientState()
-        self._accumulates = False  # a backward without synchronisation was seen: then one with it is the last
+        self._accumulates = False  # a backward without synchronisation has run; so one with it is a window's last
 
     def backward(
         self, loss: torch.Tensor, sync_gradients: bool = True, scale_wrt_gas: bool = True, **kwargs: Any
     ) -> None:
-        """One backward of the window; with ``scale_wrt_gas``, of the loss over the steps of accumulation."""
+        """Run a backward; with ``scale_wrt_gas``, of the loss divided by the number of accumulation steps."""
         self.place.backward_begins(sync_gradients)
         if scale_wrt_gas:
             loss = loss / self.gradient_state.num_steps
@@ -154,7 +154,7 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
     def clip_grad_norm(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> Any:
-        """Clip the coming step to ``max_norm``; return the norm before that, or ``None`` in mid-accumulation.
+        """Clip the next step to ``max_norm``; return the norm before clipping, or ``None`` in mid-accumulation.
 
         Raises:
             ValueError: ``norm_type`` is not 2, or ``parameters`` lack some that the optimizer trains.
@@ -186,7 +186,7 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         """Clip each element of the averaged gradients.
 
         Raises:
-            ValueError: there are none: in mid-accumulation, or with ``step_on="backward"``.
+            ValueError: no averaged gradients exist: in mid-accumulation, or with ``step_on="backward"``.
         """
         if not self.gradient_state.sync_gradients or self.place.on_backward:
             raise ValueError(
@@ -212,7 +212,7 @@ class _OptimizerOverrides(Stock):
             with torch.enable_grad():
                 loss = closure()
         self.place.program_steps()
-        # Without a gradient there is nothing to step, as in PyTorch.
+        # Without a gradient, no step is made, as in PyTorch.
         if self.gradient_state.sync_gradients and self.zerosync.has_backward:
             self.zerosync.window.check_zeroed()
             self.zerosync.engine.step()
@@ -256,17 +256,17 @@ class _AcceleratorOverrides(Stock):
         wrapped.clip_grad_value(parameters, clip_value)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        with frontend.one_save():  # schedulers and the states of generators are part of it
+        with frontend.one_save():  # schedulers and states of random generators are part of the checkpoint
             return super().save_state(*args, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
         kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None
         if kept is not None:
             kept.zerosync.abort("training began anew")
-            self.deepspeed_engine_wrapped = None  # or its engine would be destroyed
+            self.deepspeed_engine_wrapped = None  # else stock would destroy its engine
         released = super().free_memory(*objects)
         self.deepspeed_engine_wrapped = kept
-        if not divides_losses(self):  # a Trainer goes on by itself
+        if not divides_losses(self):  # a Trainer may continue
             patches.remove_user(self.deepspeed_plugin)
         return released
 

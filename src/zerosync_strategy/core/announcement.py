@@ -10,16 +10,16 @@ from contextlib import suppress
 from typing import Any
 
 NOTES = "ZEROSYNC_RUN_NOTES"
-"""Environment variable: the file in which ``zerosync run`` looks for what was attached to."""
+"""Environment variable: the file from which ``zerosync run`` reads what ZeroSync has attached to."""
 ATTACHED = "attached to"
 REPORT = "ZEROSYNC_REPORT"
-"""Environment variable: ``N``, or ``N:FILE``; goes before the options ``report_every`` and ``report_file``."""
+"""Environment variable: ``N``, or ``N:FILE``; overrides the options ``report_every`` and ``report_file``."""
 
 _logger = logging.getLogger("zerosync_strategy")
 
 
 class _AboveProgressBars(logging.Handler):
-    """Prints to stderr, each line on its own where tqdm shows a bar."""
+    """Prints to stderr, on lines above the progress bars of tqdm."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -31,7 +31,7 @@ class _AboveProgressBars(logging.Handler):
 
 
 def say(text: str) -> None:
-    """Log ``text`` with level INFO, which is printed unless the program has set the logger's level or handlers."""
+    """Log ``text`` with level INFO; it is printed unless the program has set the logger's level or handlers."""
     if _logger.level == logging.NOTSET:
         _logger.setLevel(logging.INFO)
     if not _logger.hasHandlers():
@@ -42,16 +42,16 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Note ``text`` down for ``zerosync run``, if it has started this process. The first rank of a node does so."""
+    """Write ``text`` for ``zerosync run``, if it has started this process. Only the first rank of a node does."""
     file = os.environ.get(NOTES)
     if file and os.environ.get("LOCAL_RANK", "0") == "0":
-        with suppress(OSError), open(file, "r+") as lines:  # on another node there is none
+        with suppress(OSError), open(file, "r+") as lines:  # on another node the file does not exist
             lines.seek(0, os.SEEK_END)
             lines.write(f"{text}\n")
 
 
 class PrintedReports:
-    """Logs the report of every so many optimizer steps in one line, or adds it to a file. For one rank."""
+    """Logs a one-line report after every ``every`` optimizer steps, or appends it to a file. For one rank."""
 
     def __init__(self, every: int, file: str | None) -> None:
         if said := os.environ.get(REPORT):
@@ -62,7 +62,7 @@ class PrintedReports:
         self.every, self._file = every, file
 
     def note(self, step: int, line: Callable[[], str]) -> None:
-        """Optimizer step ``step``, from 1, has been taken; ``line`` says what it took."""
+        """Report the optimizer step number ``step``, from 1, if its turn has come; ``line`` returns the report."""
         if not self.every or step % self.every:
             return
         if self._file is None:

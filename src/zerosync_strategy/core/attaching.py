@@ -41,7 +41,7 @@ from zerosync_strategy.core.params.shard_over import layout_problem
 from zerosync_strategy.core.report import count_text
 from zerosync_strategy.version import __version__
 
-# Blocks of the DeepSpeed configuration that say what is sent.
+# Blocks of the DeepSpeed configuration on which the collectives depend.
 _ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
 
 
@@ -53,17 +53,17 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
 
     Args:
         engine: what ``deepspeed.initialize`` returned, with ZeRO stage 1, 2 or 3 and an optimizer.
-        config: the options; by default those of a ``"zerosync"`` block in the engine's DeepSpeed configuration, which
-            may not say otherwise.
+        config: the options. A ``"zerosync"`` block in the engine's DeepSpeed configuration must not differ from them,
+            and is the default.
         **options: single options by name instead of ``config``, merged with the block.
 
     Returns:
         The handle: reports, abort, detach.
 
     Raises:
-        TypeError, ValueError: the engine or an option is not one that ZeroSync supports, or the ranks' models or
-            options are not alike.
-        ContractError: DeepSpeed's internals are not those that ZeroSync knows (C1).
+        TypeError, ValueError: ZeroSync does not support the engine or an option, or models or options differ between
+            ranks.
+        ContractError: DeepSpeed's internals are not the ones that ZeroSync knows (C1).
     """
     replaces = isinstance(engine, EngineOverrides)
     if replaces and not engine._zerosync.may_be_replaced:
@@ -107,7 +107,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
 
 
 def _attached(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
-    """Give ``engine`` the mechanisms of its ZeRO stage, let its methods call them, and return them."""
+    """Attach the mechanisms of the ZeRO stage to ``engine``, override its methods, and return the attached engine."""
     overrides: type[OptimizerOverrides]
     if zero.stage(engine) == 3:
         overrides = WholeStage3Overrides if whole else Stage3Overrides
@@ -132,7 +132,7 @@ def _announce(zerosync: ZeroSync) -> None:
 
 
 def _parameters_problem(engine: Any) -> str:
-    """Return what is wrong with the parameters of the engine's module and ``deepspeed.initialize`` let pass."""
+    """Return a problem of the engine's parameters that ``deepspeed.initialize`` does not report; empty if none."""
     trained = [] if zero.stage(engine) == 3 else [group.params for group in zero12.flat_groups(engine.optimizer)]
     module = engine.module
     problem = dtype_problem(module) or renormed_problem(module) or shared_memory_problem(module)
@@ -140,19 +140,19 @@ def _parameters_problem(engine: Any) -> str:
 
 
 def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
-    """Return what the ranks' collectives follow from."""
+    """Return the facts on which the collectives of a rank depend."""
     configured = zero.user_config(engine)
     facts = {f"DeepSpeed's {name!r}": repr(configured.get(name)) for name in _ALIKE}
     for name in config.option_names():
         value = getattr(config, name)
         facts[f"ZeroSync's {name!r}"] = getattr(value, "__qualname__", "") or repr(value)
-    if zero.stage(engine) == 3:  # gathers are in the order of these
+    if zero.stage(engine) == 3:  # gathers are in the order of these numbers
         facts["ZeRO-3's numbers of the parameters, by the order in which they were built"] = zero3.numbering(engine)
     return facts | model_facts(engine.module)
 
 
 def let_modules_zero() -> None:
-    """Let ``zero_grad()`` of any module reach the engines that train its parameters."""
+    """Make ``zero_grad()`` of any module reach the engines that train its parameters."""
     patches.replace(patches.ZERO_GRAD, _zero_grad)
 
 
@@ -170,18 +170,18 @@ def _zero_grad(stock: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def watch_end() -> None:
-    """Look at the end of this process. Once is enough."""
+    """Check at the end of this process that an optimizer step was made. Registered once."""
     atexit.register(_check)
 
 
 def _check() -> None:
-    if getattr(sys, "last_type", None) is not None:  # an exception ends it, and has said why
+    if getattr(sys, "last_type", None) is not None:  # an uncaught exception ends the process
         return
     if not dist.is_initialized() or dist.get_rank() != 0:
         return
     for attached in AttachedEngine.all:
         made, name = attached.parts.window.unused, type(attached.parts.engine.module).__name__
-        if attached.meter.steps == 0 and made > 1:  # one may have been all that was wanted
+        if attached.meter.steps == 0 and made > 1:  # a single backward may be intended
             say(
                 f"{made} backwards were made of {name}, and no optimizer step: nothing was trained. Call engine.step(),"
                 " or optimizer.step() under a framework; under Accelerate, a program that relies on the step in"

@@ -24,12 +24,12 @@ class ZeroSync:
     Attributes:
         engine: the DeepSpeed engine.
         config: the options in force.
-        window: the window of the coming optimizer step.
-        parameters: those that the optimizer trains.
-        may_be_replaced: the program has not asked for it, and its own :func:`attach` is to be the one that holds.
-        norm_is_read: is called when the program asks the engine for the norm of its last step.
-        losses_divided_by: returns by what the framework that calls ``engine.backward()`` divides each loss.
-        counter: counts the collectives for the report, apart from those of other engines in this process.
+        window: the window of the next optimizer step.
+        parameters: the parameters that the optimizer trains.
+        may_be_replaced: the program did not attach explicitly, and its own :func:`attach` may replace this handle.
+        norm_is_read: called when the program asks the engine for the gradient norm of its last step.
+        losses_divided_by: returns the divisor that the framework applies to each loss before ``engine.backward()``.
+        counter: counts the collectives of this engine, for the report.
     """
 
     def __init__(self, attached: AttachedEngine) -> None:
@@ -43,14 +43,10 @@ class ZeroSync:
 
     @property
     def _is_attached(self) -> bool:
-        return getattr(self.engine, "_zerosync", None) is self  # else detached, destroyed, or another's by now
+        return getattr(self.engine, "_zerosync", None) is self  # else detached, destroyed, or attached anew
 
     def _while_attached(self, call: str) -> AttachedEngine:
-        """Return the mechanisms of the engine for ``call``, which would change nothing, or too much, without them.
-
-        Raises:
-            RuntimeError: they are detached.
-        """
+        """Return the attached engine, for ``call``; a ``RuntimeError`` if it is detached."""
         if not self._is_attached:
             raise RuntimeError(
                 f"{call} was called on the handle of an engine that is no longer attached by it: detach() was called,"
@@ -60,7 +56,7 @@ class ZeroSync:
 
     @property
     def report(self) -> StepReport | None:
-        """What the last optimizer step cost, or ``None`` before the first."""
+        """The report of the last optimizer step, or ``None`` before the first."""
         return self._attached.meter.report
 
     @property
@@ -69,7 +65,7 @@ class ZeroSync:
         return self.window.state is not WindowState.CLOSED
 
     def reduce(self) -> None:
-        """Reduce the window now, so that code between here and ``step()`` sees averaged gradients. Collective."""
+        """Reduce the window now, so that code from here to ``step()`` can use averaged gradients. Collective."""
         self._while_attached("reduce()").pending.reduce()
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -78,10 +74,10 @@ class ZeroSync:
 
     @contextmanager
     def awaiting_backward(self) -> Iterator[None]:
-        """Around a backward that another engine runs, and that may reach parameters of this one too.
+        """Wrap a backward of another engine that may also reach parameters of this engine.
 
-        Without it, such a backward is one of this engine's window as well; but a graph that runs inside another one
-        counts by itself, and an exception leaves the incomplete gradients in the window.
+        Without this context, the backward also belongs to this engine's window. But then a nested autograd graph counts
+        as a backward by itself, and an exception leaves incomplete gradients in the window.
         """
         self._while_attached("awaiting_backward()")
         with self.window.engine_backward(begins=False):
@@ -89,25 +85,25 @@ class ZeroSync:
         self.counter.attribute()
 
     def gradient_norm(self) -> torch.Tensor:
-        """Return the L2 norm of this window's gradients, averaged over the ranks. Reduces the window. Collective.
+        """Return the L2 norm of this window's averaged gradients. Reduces the window. Collective.
 
         Returns:
             A scalar on the engine's device, the same on every rank; infinite if a gradient is not finite, and 0 if no
-            backward ran since the last step. The coming step uses it and does not compute it again.
+            backward ran since the last step. The next step uses this norm and does not compute it again.
         """
         return self._while_attached("gradient_norm()").pending.gradient_norm()
 
     def mean_over(self, items: float | torch.Tensor) -> None:
-        """Let the coming step be that of the mean over items, as tokens. For the option ``loss_reduction="sum"``.
+        """Make the next step that of the mean over items, as tokens. For the option ``loss_reduction="sum"``.
 
-        Call it before the backward of each loss, on every rank, with the number of items that the loss is a sum over (0
-        where it has none): the step's gradient is then the sum of all gradients of the window, of all ranks, divided by
-        the number of all items. Exact for batches of any lengths, without a pass over the data to count them. By what
-        Lightning, ``accelerator.backward()`` and ``engine.backward()`` divide a loss for accumulation, the gradients
-        are multiplied. It sends 8 bytes per step.
+        Call it before the backward of each loss, on every rank, with the number of items over which the loss is a sum
+        (0 if there is none). The step's gradient is then the sum of all gradients of the window and of all ranks,
+        divided by the number of all items. It is exact for batches of any lengths, without a pass over the data to
+        count them. If Lightning, ``accelerator.backward()`` or ``engine.backward()`` divides a loss for accumulation,
+        this is undone. It sends 8 bytes per step.
 
         Args:
-            items: their number; a tensor of one element may be on the device, and the host does not wait for it.
+            items: their number, or a tensor of one element on any device, for which the host does not wait.
 
         Raises:
             ValueError: ``items`` is no number of items, or the option is not set.
@@ -118,41 +114,41 @@ class ZeroSync:
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Around code that looks at averaged gradients, or changes them: each parameter has its own in ``param.grad``.
+        """Wrap code that reads or changes averaged gradients, in ``param.grad`` of each parameter. Collective.
 
         Reduces the window, and gathers the gradients from all ranks' shards. They are in full, in the parameter's
-        dtype, and without the fp16 loss scale; zeros where no rank has one. The coming step uses what the code leaves
-        there, and a gradient of zero where it leaves none; change them alike on all ranks. ``clip_next_step()`` clips
-        them at once in here, and before where it was called before. Without a backward since the last step, there are
-        none. Collective.
+        dtype, and without the fp16 loss scale; zeros if no rank has a gradient. Changes must be the same on all ranks.
+        The next step uses the gradients that the code leaves in ``param.grad``, and zeros for ``None``. Inside,
+        ``clip_next_step()`` clips these gradients immediately; if it was called before, they are clipped on entry.
+        Without a backward since the last step, there are no gradients.
         """
         with self._while_attached("full_gradients()").pending.full_gradients():
             yield
 
     @contextmanager
     def local_gradients(self) -> Iterator[None]:
-        """Around code that looks at this rank's own gradients between two backwards, or changes them.
+        """Wrap code that reads or changes this rank's own gradients between two backwards. Sends nothing.
 
-        Nothing is sent. They are in ``param.grad`` where :attr:`keeps_gradients`. Without this context, ZeRO-3 has
-        parameters of no shape, for which torch takes no new gradient.
+        They are in ``param.grad`` if :attr:`keeps_gradients`. Outside of this context, ZeRO-3's parameters have an
+        empty shape, so torch refuses an assignment to ``param.grad``.
         """
         with self._while_attached("local_gradients()").pending.local_gradients():
             yield
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether a backward leaves this rank's gradients in ``param.grad``, unless it is promised to be the last.
+        """Whether a backward leaves this rank's gradients in ``param.grad``, unless promised to be the window's last.
 
-        Not with ``coalesce=False``, a ``grad_memory_budget`` that they exceed, or accumulation in another dtype.
+        ``False`` with ``coalesce=False``, a ``grad_memory_budget`` that they exceed, or accumulation in another dtype.
         """
         return self._attached.parts.reducer.keeps_gradients
 
     def clip_next_step(self, max_norm: float) -> None:
-        """Clip the coming optimizer step, and only it, to this global gradient norm; 0 leaves it unclipped.
+        """Clip the gradients of the next optimizer step only to this global norm; 0 leaves them unclipped.
 
         Raises:
             ValueError: ``max_norm`` is negative or not a number.
-            RuntimeError: the engine is detached, as everywhere here.
+            RuntimeError: the engine is detached (other methods raise this, too).
         """
         if not (isinstance(max_norm, (Real, torch.Tensor)) and max_norm >= 0):
             raise ValueError(f"clip_next_step() takes a norm of 0 or more, got max_norm={max_norm!r}.")
@@ -160,19 +156,19 @@ class ZeroSync:
 
     @property
     def clips_next_step(self) -> bool:
-        """Whether :meth:`clip_next_step` was called for the coming step."""
+        """Whether :meth:`clip_next_step` was called for the next step."""
         return self._attached.pending.is_clipped
 
     @contextmanager
     def full_parameters(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
         """Read and write parameters in full, on any stage: target networks, moving averages, clamps. Collective.
 
-        Inside, each parameter has its values, and what is written to it, alike on all ranks, stays: the coming step
-        starts from it. On stages 1 and 2 that holds outside too, and nothing is sent; on stage 3 the parameters are
-        gathered, and sharded again with the values of the first rank that shards each.
+        Inside, each parameter has its full values. Values that are written, the same on all ranks, persist: the next
+        step starts from them. On stages 1 and 2 this also holds outside of the context, and nothing is sent. On stage 3
+        the parameters are gathered, and at the end sharded again, with the values of the first rank that shards each.
 
         Args:
-            parameters: which; by default all of the engine's module.
+            parameters: the parameters; by default all of the engine's module.
         """
         attached = self._while_attached("full_parameters()")
         apart = attached.parts.traffic.apart("full parameters")
@@ -183,13 +179,13 @@ class ZeroSync:
     def gathered_for_inference(self) -> Iterator[None]:
         """Run forwards without backwards, as to evaluate or to generate, with all parameters gathered. Collective.
 
-        ZeRO-3 gathers each module's parameters for each forward: for each token that is generated. Inside of this, all
-        are gathered once, in buckets, and no module communicates: ranks may make any number of forwards, of any
-        modules. At the end, what is not held until the step is released. A window that is open stays so, and training
-        goes on as without it. On stages 1 and 2 nothing has to be gathered.
+        ZeRO-3 gathers each module's parameters for each forward, that is, for each generated token. In this context,
+        all are gathered once, in buckets, and no module communicates. So ranks may run any number of forwards of any
+        modules. At the end, parameters that are not held until the step are released. An open window stays open, and
+        training is not affected. On stages 1 and 2 nothing needs to be gathered.
 
         Raises:
-            RuntimeError: inside, from a backward or a step.
+            RuntimeError: a backward or a step is called inside.
         """
         with self._while_attached("gathered_for_inference()").gathered_for_inference():
             yield
@@ -199,26 +195,27 @@ class ZeroSync:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the full weights by name, as an inference engine takes them, in little memory. Collective on stage 3.
 
-        ZeRO-3 gathers them bucket by bucket (of DeepSpeed's ``stage3_prefetch_bucket_size``, off NCCL of 16 MiB at
-        most) and keeps them no longer than the consumer does: beyond what the engine has, about two buckets are in
-        memory, or twice the largest parameter. They are there on every rank. All ranks must take them all, or stop at
-        the same tensor; a rank that only takes part writes ``for _ in zerosync.full_weights(): pass``. One that stops
-        alone lets the others end with a :class:`RankError`. Nothing of the engine changes, in mid-window too. Under
-        :func:`~zerosync_strategy.shard_over`, each rank has the parameters of its own groups.
+        ZeRO-3 gathers them bucket by bucket (of DeepSpeed's ``stage3_prefetch_bucket_size``; off NCCL, of at most 16
+        MiB). They are freed as soon as the consumer drops them: about two buckets, or twice the largest parameter, are
+        in memory in addition to the engine. Every rank gets all weights. All ranks must iterate to the end, or stop at
+        the same tensor; a rank that only takes part writes ``for _ in zerosync.full_weights(): pass``. If one rank
+        stops alone, the others end with a :class:`RankError`. The engine does not change, also in mid-window. Under
+        :func:`~zerosync_strategy.shard_over`, each rank gets the parameters of its own groups.
 
         Args:
-            module: the engine's or one in it, whose names they then have; by default the engine's. Alike on all ranks.
+            module: the engine's module, the default, or a module in it, to which names are then relative. The same on
+                all ranks.
             dtype: for floating-point tensors; by default their own, that of training.
 
         Yields:
-            Name and tensor of each entry of ``module.state_dict()``, buffers included, a tied one under each of its
-            names in succession; in the order in which they are gathered. Each is a copy on the engine's device, without
-            a gradient, for the caller to keep or to change.
+            Name and tensor of each entry of ``module.state_dict()``, buffers included, in the order of the gathers. A
+            tied tensor is yielded under each of its names in succession. Each tensor is a copy on the engine's device,
+            without a gradient, which the caller may keep or change.
 
         Raises:
-            ValueError: ``module`` is none of the engine's, ``dtype`` is no floating-point one, or an entry of the
-                ``state_dict()`` is no tensor.
-            RuntimeError: in an iteration, after an optimizer step or a loaded checkpoint since its first tensor.
+            ValueError: ``module`` is not in the engine's module, ``dtype`` is not a floating-point dtype, or an entry
+                of the ``state_dict()`` is not a tensor.
+            RuntimeError: an optimizer step or a loaded checkpoint has followed since the iteration's first tensor.
         """
         return iter(full_weights(self._while_attached("full_weights()"), module, dtype))
 
@@ -232,21 +229,21 @@ class ZeroSync:
     ) -> None:
         """Write the full weights to safetensors files, as ``from_pretrained`` and inference engines load them.
 
-        Rank 0 writes, in the memory that :meth:`full_weights` takes. ``model.safetensors``, or files of
-        ``max_shard_size`` with ``model.safetensors.index.json``; for a model of transformers, ``config.json`` too. They
-        have these names once all are complete, and replace those of an earlier export. A tied tensor is written once,
-        under its first name. Collective.
+        Rank 0 writes ``model.safetensors``, or files of ``max_shard_size`` with ``model.safetensors.index.json``; for a
+        model of transformers, ``config.json`` too. It takes the memory of :meth:`full_weights`. The files get these
+        names once all are complete, and replace an earlier export. A tied tensor is written once, under its first name.
+        Collective.
 
         Args:
             directory: for the files.
-            module: as for :meth:`full_weights`. Alike on all ranks.
-            dtype: as for :meth:`full_weights`. Alike on all ranks.
-            max_shard_size: bytes of the tensors of one file, or a size such as ``"2GiB"``. A larger tensor has its own.
+            module: as for :meth:`full_weights`. The same on all ranks.
+            dtype: as for :meth:`full_weights`. The same on all ranks.
+            max_shard_size: bytes of tensors per file, or a size as ``"2GiB"``. A larger tensor gets its own file.
 
         Raises:
             CheckpointError: on every rank, if rank 0 could not write.
-            ValueError: as :meth:`full_weights`; safetensors has no such dtype; or groups of ranks have different
-                parameters under one name (:func:`~zerosync_strategy.shard_over`).
+            ValueError: as :meth:`full_weights`; or safetensors does not have the dtype; or groups of ranks have
+                different parameters under one name (:func:`~zerosync_strategy.shard_over`).
         """
         max_shard_bytes = parse_bytes("max_shard_size", max_shard_size)
         export_weights(self._while_attached("export()"), Path(directory), module, dtype, max_shard_bytes)
@@ -255,8 +252,8 @@ class ZeroSync:
         """Return this rank's share of stage 3's parameters in full, on the CPU. Collective.
 
         Returns:
-            By name, those parameters of which this is the first of the ranks that shard them: without
-            :func:`~zerosync_strategy.shard_over`, all on rank 0 and none elsewhere.
+            By name, the parameters for which this rank is the first of the ranks that shard them: without
+            :func:`~zerosync_strategy.shard_over`, all parameters on rank 0 and none elsewhere.
 
         Raises:
             ValueError: the engine is not of stage 3.
@@ -265,7 +262,7 @@ class ZeroSync:
         return full_state(self.engine)
 
     def load_full_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Set stage 3's parameters to what :meth:`full_state` gave this rank. Collective.
+        """Set stage 3's parameters to the values that :meth:`full_state` has returned on this rank. Collective.
 
         Raises:
             ValueError: on every rank, if a parameter is missing or has another shape on some rank.
@@ -275,7 +272,7 @@ class ZeroSync:
         load_full_state(self.engine, state)
 
     def detach(self) -> None:
-        """Give the engine back as it was.
+        """Restore the engine to DeepSpeed's own behaviour.
 
         Raises:
             RuntimeError: a window is open; its gradients would be lost silently.
@@ -290,9 +287,9 @@ class ZeroSync:
         self._attached.detach()
 
     def end(self) -> None:
-        """The engine is used no more: as :meth:`detach`, but an open window is dropped, and nothing is sent.
+        """Detach from an engine that is not used any more: drops an open window and sends nothing.
 
-        The optimizer's shards are not in DeepSpeed's own order then. ``engine.destroy()`` does the same.
+        The optimizer's shards are then not in DeepSpeed's own order. ``engine.destroy()`` does the same.
         """
         if self._is_attached:
             self._attached.destroyed()

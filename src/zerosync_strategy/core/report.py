@@ -15,30 +15,32 @@ class StepReport:
     """One optimizer step, with the forwards and backwards since the step before.
 
     Attributes:
-        step: which optimizer step of this engine since attach, from 1.
+        step: number of the optimizer step of this engine since attach, from 1.
         backwards: backwards since the last step whose gradients no ``zero_grad()`` has dropped.
         reductions: passes over the gradients that sent some of them; 1 when coalesced (W1).
-        early_reductions: the reductions that were made while a backward ran.
-        floor_bytes: what the step needs to send with the options in force: each gradient once for every reduction pass,
-            each parameter once, and under ZeRO-3 each parameter that is neither held nor kept in the host's memory once
-            for every time that a module needs it and the options have let it be released before; of a backward, once,
-            unless DeepSpeed's own limits (``stage3_max_live_parameters``) release it between forward and backward.
-        floor_bytes_between_nodes: how many of them to other nodes, where each byte goes to each node once.
-        peak_unreduced_bytes: the most local gradients at once.
-        peak_held_bytes: ZeRO-3: the most gathered parameters held over the window at once.
-        peak_node_bytes: ZeRO-3: the most bytes of node shards of parameters on this rank at once.
-        peak_host_bytes: ZeRO-3: the most bytes of parameters kept in the memory of the host at once.
-        loaded_bytes: ZeRO-3: copied from there instead of gathered.
-        peak_unsharded_bytes: ZeRO-3: the most bytes of gathered parameters at once (E1), those on their way, held, or
-            kept for a backward included; but for persistent ones, and those of a ``GatheredParameters`` context.
-        seconds: host time in ZeroSync's own reduction, waiting for other ranks included.
-        collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. Of several engines in
-            one process, each counts what it reduces and steps, and the parameters gathered, by whichever engine's
-            modules, since the gradient or step before it and up to its own.
-        apart: bytes that this rank sent since the step before and not for a step, by what for: checkpoints, full
+        early_reductions: reductions that ran during a backward.
+        floor_bytes: the minimum that the step has to send with the options in force: each gradient once per reduction
+            pass, and each parameter once. Under ZeRO-3, a parameter that is neither held nor cached on the host counts
+            once for each time that a module needs it after the options have let it be released. In a backward it counts
+            once, unless DeepSpeed's own limits (``stage3_max_live_parameters``) release it between forward and
+            backward.
+        floor_bytes_between_nodes: the part of ``floor_bytes`` that is sent to other nodes, each byte once per node.
+        peak_unreduced_bytes: peak of local gradients.
+        peak_held_bytes: ZeRO-3: peak of gathered parameters held over the window.
+        peak_node_bytes: ZeRO-3: peak of node shards of parameters on this rank.
+        peak_host_bytes: ZeRO-3: peak of parameters cached in host memory.
+        loaded_bytes: ZeRO-3: copied from host memory instead of gathered.
+        peak_unsharded_bytes: ZeRO-3: peak of gathered parameters (E1), including gathers in flight and parameters held
+            or kept for a backward; without persistent ones and those of a ``GatheredParameters`` context.
+        seconds: host time in ZeroSync's own reduction, including waits for other ranks.
+        collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. With several engines in
+            one process, each counts its own reductions and steps. Gathers of parameters, by any engine's modules, count
+            for the engine whose gradient or step follows next.
+        apart: bytes sent by this rank since the step before that are not for a step, by purpose: checkpoints, full
             parameters, weights or gradients, forwards without gradients, ``GatheredParameters`` contexts, forwards of
-            engines without ZeroSync. They are in no other number.
-        budgets: with ``"auto"``, what was chosen for the step and why; ``None`` without, and in the steps that measure.
+            engines without ZeroSync. No other number includes them.
+        budgets: with ``"auto"``, the budgets chosen for the step and the reasons; otherwise, and while measuring,
+            ``None``.
         version: of ZeroSync.
     """
 
@@ -62,7 +64,7 @@ class StepReport:
 
     @property
     def bytes_sent_between_nodes(self) -> int:
-        """How many of :attr:`bytes_sent` went to other nodes; of a collective of the backend's own, as few as can."""
+        """The part of :attr:`bytes_sent` sent to other nodes; of the backend's own collectives, the least possible."""
         return sum(traffic.between for traffic in self.collectives.values())
 
     @property
@@ -72,11 +74,11 @@ class StepReport:
 
     @property
     def ratio(self) -> float:
-        """Bytes sent over the floor; 1.0 on a single rank, where nothing is sent."""
+        """Bytes sent divided by :attr:`floor_bytes`; 1.0 on a single rank, where nothing is sent."""
         return self.bytes_sent / self.floor_bytes if self.floor_bytes else 1.0
 
     def numbers(self) -> dict[str, float]:
-        """Return what a logger takes: the numbers by name, with calls and bytes of each collective."""
+        """Return the numbers by name for a logger, with calls and bytes of each collective."""
         own = [each.name for each in fields(self) if each.type in ("int", "float") and each.name != "step"]
         names = [*own, "bytes_sent", "bytes_sent_between_nodes", "ratio"]
         numbers = {name: float(getattr(self, name)) for name in names}
@@ -98,9 +100,9 @@ class StepReport:
         return ", ".join(f"{size_text(nbytes)} for {what}" for what, nbytes in self.apart.items())
 
     def line(self, engine: str = "") -> str:
-        """Return one line: the step, its backwards and reductions, bytes against the minimum, and the most memory.
+        """Return one line: the step, its backwards and reductions, bytes against the minimum, and peaks of memory.
 
-        It begins with the name of the ``engine``, if that is given.
+        It begins with the name of the ``engine``, if given.
         """
         peaks = {"unreduced gradients": self.peak_unreduced_bytes, "gathered parameters": self.peak_unsharded_bytes}
         memory = "".join(f"; up to {size_text(nbytes)} of {what}" for what, nbytes in peaks.items() if nbytes)
@@ -113,7 +115,7 @@ class StepReport:
     def __str__(self) -> str:
         """Return four lines: backwards and reductions, collectives, bytes against the minimum, memory.
 
-        More where something was sent beside the step, and with automatic budgets, what was chosen.
+        Further lines: bytes between nodes, bytes that were not for the step, and automatic budgets, if any.
         Sizes are decimal: 1 MB is 1,000,000 bytes.
         """
         early = f" ({self.early_reductions} during a backward)" if self.early_reductions else ""
@@ -141,7 +143,7 @@ class StepReport:
 
 
 def count_text(number: int, what: str) -> str:
-    """Return ``number`` and a noun, which gets its plural."""
+    """Return ``number`` and the noun ``what``, in the plural if needed."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

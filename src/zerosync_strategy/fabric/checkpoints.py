@@ -1,7 +1,8 @@
 """Fabric's checkpoints: a directory, in which each model is a checkpoint of DeepSpeed with its optimizer.
 
-The only model of a state lies in the directory itself, as Fabric's own DeepSpeed strategy has it; several lie in
-folders that have their names in the state. What else is in the state lies beside each model, under one key.
+A single model of a state is saved to the directory itself, as by Fabric's own DeepSpeed strategy. Several models are
+saved to folders named by their keys in the state. All other entries of the state are saved with each model, under one
+key of its checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zerosync_strategy.frontend import (
 from .prepared import PreparedModule, unwrap_prepared
 
 TAG = "checkpoint"
-"""The name of a model's checkpoint within its directory, as Fabric has it."""
+"""Fabric's name of a model's checkpoint within its directory."""
 _REST = "fabric_state"
 
 
@@ -36,11 +37,11 @@ def save(
     """Write ``state`` to the directory ``path``. Collective.
 
     Args:
-        state: models that were set up with an optimizer, those optimizers, and anything that ``convert`` can convert.
+        state: models that were set up with an optimizer, these optimizers, and anything that ``convert`` can convert.
         exclude_frozen: leave out frozen parameters.
 
     Raises:
-        ValueError: no model; one without an optimizer; an optimizer without its model.
+        ValueError: ``state`` has no model, a model without an optimizer, or an optimizer without its model.
     """
     engines = _models_in(state, "fabric.save()")
     if untrained := [name for name, model in engines.items() if isinstance(model, PreparedModule)]:
@@ -60,13 +61,13 @@ def save(
 
 
 def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -> dict[str, Any]:
-    """Restore ``state`` from the directory ``path``, in place; return what of the checkpoint is not in it. Collective.
+    """Restore ``state`` from the directory ``path``, in place; return the other entries of the checkpoint. Collective.
 
-    Models are restored with their optimizers if these are in ``state``, and all else as the first rank has saved it.
+    A model is restored with its optimizer if that is in ``state``. All other entries are those of the first rank.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        KeyError: with ``strict``, the checkpoint lacks what ``state`` asks for.
+        FileNotFoundError: the checkpoint does not exist.
+        KeyError: with ``strict``, the checkpoint lacks an entry of ``state``.
         ValueError: ``state`` has no model, or an optimizer without its model.
     """
     models = _models_in(state if isinstance(state, dict) else {}, "fabric.load()")
@@ -83,7 +84,7 @@ def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -
                     str(directories[name]), tag=TAG, load_module_strict=strict, load_lr_scheduler_states=False,
                     load_optimizer_states=_is_loaded(model.optimizer, optimizers),
                 )  # fmt: skip
-    # Under ZeRO-3 each rank has read what it saved itself. Without DeepSpeed, the first rank alone saves.
+    # Under ZeRO-3, each rank has read its own entries. Without DeepSpeed, only the first rank saves them.
     rest: dict[str, Any] = broadcast(saved.get(_REST, saved))
     for name in state.keys() - models.keys() - optimizers.keys():
         if name not in rest:
@@ -101,7 +102,7 @@ def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -
 
 
 def load_weights(module: Module, state: dict[str, Any], strict: bool) -> None:
-    """``module.load_state_dict(state)`` on any stage, for a model that was set up or not. Collective."""
+    """Call ``load_state_dict(state)`` of a model on any stage, whether it has an engine or not. Collective."""
     from deepspeed import zero
 
     model = unwrap_prepared(module)
@@ -115,7 +116,7 @@ def load_weights(module: Module, state: dict[str, Any], strict: bool) -> None:
 
 
 def _load_for_evaluation(model: PreparedModule, directory: Path, strict: bool) -> None:
-    """Load a model without an optimizer; under ZeRO-3, the weights are in the optimizer's part of a checkpoint."""
+    """Load a model without an optimizer. Under ZeRO-3, the weights are in the optimizer's part of the checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     load_weights(model, get_fp32_state_dict_from_zero_checkpoint(str(directory), TAG), strict)
@@ -125,7 +126,7 @@ def _models_in(state: dict[str, Any], call: str) -> dict[str, Any]:
     """Return the models of ``state`` that were set up: engines, and models without an optimizer.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``state`` has none.
     """
     from deepspeed import DeepSpeedEngine
 
@@ -166,7 +167,7 @@ def _found(path: Any, name: str, models: dict[str, Any]) -> Path:
 def _verified_together(
     directories: dict[str, Path], models: dict[str, Any], optimizers: dict[str, Any]
 ) -> AbstractContextManager[None]:
-    """Around the loading of several models, or of one without an optimizer; another one verifies it by itself."""
+    """Wrap the loading of models, and verify their checkpoints. A single model with an optimizer does so itself."""
     trained = [model for model in models.values() if not isinstance(model, PreparedModule)]
     if len(models) == len(trained) == 1 or any(map(loads_universal, trained)):
         return nullcontext()

@@ -23,7 +23,7 @@ INTERNALS = (
     *rows("later optimizers", f"{_FABRIC}.Fabric", "_strategy", named_in=_FABRIC),
     *rows("backward", f"{_FABRIC}.Fabric", "_models_setup _forward_module", named_in=_FABRIC),
     *rows("backward", f"{_FABRIC}.Fabric", "+backward(tensor, args, model)"),
-    # Fabric looks for the first where a program accumulates, and sets the third to the engine of the coming backward.
+    # Fabric needs the first to accumulate, and sets the third to the engine of the next backward.
     *rows("accumulation", _STRATEGY, "_backward_sync_control", named_in=_FABRIC),
     *rows("accumulation", f"{_BASE}._BackwardSyncControl", "no_backward_sync(module, enabled)"),
     *rows("backward", _STRATEGY, "_deepspeed_engine", named_in=_FABRIC),

@@ -16,14 +16,14 @@ from zerosync_strategy.frontend import leave_sharded
 
 
 class PreparedModule(Module):
-    """What ``fabric.setup_module()`` makes of a model.
+    """The module that ``fabric.setup_module()`` returns for a model.
 
-    Until it has an optimizer it calls the model, and a backward that reaches the model's parameters raises. From
-    :meth:`train_with` on it stands for the engine.
+    Until the model has an optimizer, it calls the model, and a backward that reaches the model's parameters raises.
+    From :meth:`train_with` on, it calls the engine.
 
     Args:
         module: the model.
-        sharding: DeepSpeed's engine without an optimizer, which shards the model on stage 3.
+        sharding: DeepSpeed's engine without an optimizer, which shards the model; on stage 3 only.
     """
 
     engine: Any
@@ -37,13 +37,13 @@ class PreparedModule(Module):
             for param in module.parameters()
             if param.requires_grad
         ]
-        self.__dict__["engine"] = None  # no submodule, so that the names of parameters stay
+        self.__dict__["engine"] = None  # not a submodule, which would change the names of parameters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self.engine or self.module)(*args, **kwargs)
 
     def stop_refusing(self) -> None:
-        """Let an engine that is to come have the gradients, and be the only one that shards."""
+        """Allow gradients and end the sharding of this module, before another engine is made for the model."""
         for refusal in self._refusals:
             refusal.remove()
         if self._sharding is not None:
@@ -51,17 +51,17 @@ class PreparedModule(Module):
             self._sharding = None
 
     def train_with(self, engine: Any) -> None:
-        """Go through ``engine`` in each forward."""
+        """Call ``engine`` in each forward."""
         self.__dict__["engine"] = engine
 
 
 def unwrap_prepared(value: Any) -> Any:
-    """Return what a :class:`PreparedModule` stands for, an engine or itself; anything else as it is."""
+    """Return the engine of a :class:`PreparedModule` that has one; any other value unchanged."""
     return value.engine or value if isinstance(value, PreparedModule) else value
 
 
 def allow_later_optimizers(package: str, strategy: type) -> None:
-    """Let ``setup_optimizers()`` of Fabric in ``package`` reach ``strategy``; it refuses every kind of DeepSpeed's."""
+    """Make Fabric's ``setup_optimizers()`` in ``package`` call ``strategy``; stock refuses all DeepSpeed strategies."""
 
     def replacement(stock: Callable[..., None]) -> Callable[..., None]:
         @wraps(stock)
@@ -78,9 +78,9 @@ def allow_later_optimizers(package: str, strategy: type) -> None:
 
 
 def find_model_of_backward(package: str, strategy: type) -> None:
-    """Let ``fabric.backward(loss)`` of several models name none, as without DeepSpeed: gradients reach whom they reach.
+    """Allow ``fabric.backward(loss)`` with several models without ``model=``, as without DeepSpeed.
 
-    In fp16 it has to: each model scales its loss.
+    In fp16, ``model=`` stays necessary, because each model scales its loss.
     """
 
     def replacement(stock: Callable[..., None]) -> Callable[..., None]:

@@ -21,7 +21,7 @@ class OptimizerOverrides(Stock):
     """Overrides of a ZeRO optimizer."""
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # DeepSpeed gives a list of shards, by name.
+        # DeepSpeed passes a list of shards, by keyword.
         if args and isinstance(args[0], Mapping):
             raise RuntimeError(
                 "load_state_dict() of an optimizer under ZeRO was given the state of an optimizer without ZeRO, which"
@@ -31,10 +31,10 @@ class OptimizerOverrides(Stock):
 
 
 class BackwardSync:
-    """What ``fabric.no_backward_sync`` asks. Nothing is sent before the step in any case."""
+    """The control behind ``fabric.no_backward_sync``."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """Change nothing; ``enabled=False`` says that the coming backward is the last, so it may reduce as it goes."""
+        """Suppress nothing. With ``enabled=False``, the next backward is the last, so it may reduce while it runs."""
         zerosync = frontend.handle_of(unwrap_prepared(module))
         if zerosync is not None and not enabled:
             zerosync.window.expect_last()
@@ -42,7 +42,7 @@ class BackwardSync:
 
 
 def zerosync_of(optimizer: Any) -> ZeroSync:
-    """Return the handle of the engine of ``optimizer``; a ``RuntimeError`` where there is none."""
+    """Return the handle of the engine of ``optimizer``; a ``RuntimeError`` if it has none."""
     zerosync = frontend.handle_of(optimizer)
     if zerosync is None:
         raise RuntimeError(

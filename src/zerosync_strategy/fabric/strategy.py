@@ -46,13 +46,13 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     Args:
         stage: ZeRO stage 1, 2 or 3. Without it, the stage of ``config``, or 3.
         config: a DeepSpeed configuration, as a dictionary or the path of a JSON file; it may hold a ``"zerosync"``
-            block of ZeroSync options. It is not changed. It has no optimizer, scheduler or accumulation of its own:
-            these are the program's.
+            block of ZeroSync options. It is not changed. It must not have an optimizer, a scheduler or accumulation,
+            which the program provides.
         **options: any field of :class:`~zerosync_strategy.ZeroSyncConfig`, and any argument of Fabric's
-            ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``.
+            ``DeepSpeedStrategy``. Arguments that build a configuration cannot be combined with ``config``.
 
-    Each ``fabric.setup(model, optimizer)`` makes an engine with a window of its own. Any number of
-    ``fabric.backward(loss)``, inside of ``no_backward_sync`` or not, is one reduction in ``optimizer.step()``.
+    Each ``fabric.setup(model, optimizer)`` makes an engine with its own window. Any number of
+    ``fabric.backward(loss)``, inside ``no_backward_sync`` or not, leads to one reduction in ``optimizer.step()``.
 
     Attributes:
         zerosyncs: the handles of the engines that train (reports, windows), in the order of their ``setup``.
@@ -60,7 +60,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     Raises:
         MisconfigurationException: an unsupported stage; options that contradict each other.
         TypeError, ValueError: an unknown option, or a value of the wrong kind.
-        ContractError: Fabric's internals are not those that ZeroSync knows (C1).
+        ContractError: Fabric's internals are not the ones that ZeroSync knows (C1).
     """
 
     @_ARGUMENTS.name_all
@@ -113,7 +113,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         self._precision = plugin
 
     def _patch_process(self) -> None:
-        """Replace what has to be so before there is an engine; until the last is detached, and before the next."""
+        """Install the replacements in the process, again before each engine: they end with the last engine."""
         frontend.prepare_process()
         allow_later_optimizers(PACKAGE, ZeroSyncFabricStrategy)
         find_model_of_backward(PACKAGE, ZeroSyncFabricStrategy)
@@ -130,7 +130,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             return super().setup_environment()
         if problem := frontend.prepare_device("cpu", getattr(self.precision, "precision", None)):
             raise MisconfigurationException(problem)
-        DDPStrategy.setup_environment(self)  # past the gate of DeepSpeedStrategy
+        DDPStrategy.setup_environment(self)  # skips the check of DeepSpeedStrategy
 
     @override
     def _setup_distributed(self) -> None:
@@ -141,7 +141,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def _format_config(self) -> None:
         assert isinstance(self.config, dict) and isinstance(self.precision, DeepSpeedPrecision)
         _ARGUMENTS.fill_in_precision(self.config, self.precision.precision)
-        self.config.setdefault("gradient_clipping", 0.0)  # the program clips; a norm of the user's own stays
+        self.config.setdefault("gradient_clipping", 0.0)  # the program clips; a configured norm is kept
         if batch := self.config.get("train_batch_size"):
             self.config.setdefault("train_micro_batch_size_per_gpu", batch // self.world_size)
         super()._format_config()
@@ -157,9 +157,9 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> tuple[Any, ...]:
-        """Make an engine of ``module`` and its optimizer; the program goes on to step the scheduler itself.
+        """Make an engine of ``module`` and its optimizer. The program steps its scheduler itself.
 
-        Fabric gets back what it gives: a scheduler, or ``None`` for it, in releases that know of one.
+        Releases of Fabric that pass a scheduler, or ``None``, get it back.
         """
         if len(optimizers) != 1:
             raise ValueError(
@@ -171,8 +171,6 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return engine, [zero_optimizer], *scheduler
 
     def _train(self, module: Module, optimizer: Optimizer, call: str, prepared: PreparedModule | None = None) -> Any:
-        """Make an attached engine of ``module``, ``prepared`` or not, and return it with its optimizer."""
-
         def build() -> Any:
             if prepared is not None:
                 prepared.stop_refusing()
@@ -193,7 +191,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return zerosync.engine, zerosync.engine.optimizer
 
     def _problem_beside_others(self, module: Module, prepared: PreparedModule | None = None) -> str:
-        """Return why ``module``, if need be ``prepared``, cannot be set up beside what was before; empty if it can."""
+        """Return why ``module`` cannot be set up in addition to the earlier models; empty if it can."""
         models = [zerosync.engine.module for zerosync in self.zerosyncs]
         models += [other.module for other in self._prepared if other is not prepared and other.engine is None]
         others = {id(param) for model in models for param in model.parameters()}
@@ -215,7 +213,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def setup_module(self, module: Module) -> Any:
         """Prepare ``module`` for evaluation, sharded on stage 3. A backward that reaches its parameters raises.
 
-        Gradients may pass through it to a model that trains; with :meth:`setup_optimizer` it trains itself.
+        Gradients may pass through it to a model that trains. After :meth:`setup_optimizer`, it trains itself.
         """
         self._patch_process()
         if problem := self._problem_beside_others(module):
@@ -238,7 +236,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         """Make an engine of ``optimizer`` and of the model from ``fabric.setup_module()`` whose parameters it has.
 
         Raises:
-            ValueError: its parameters are of no such model, of several, or of one that has an optimizer.
+            ValueError: its parameters belong to none of these models, to several, or to one with an optimizer.
         """
         call = "Fabric.setup_optimizers()"
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -256,7 +254,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return zero_optimizer
 
     def _cast(self, module: Module) -> None:
-        """Give ``module`` the dtype that an engine gives to its own."""
+        """Convert ``module`` to the dtype that an engine would give it."""
         assert isinstance(self.config, dict)
         for block, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             if self.config.get(block, {}).get("enabled"):
@@ -280,7 +278,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """One backward, of the window of each engine whose parameters it reaches."""
+        """Run a backward. It belongs to the window of each engine whose parameters it reaches."""
         module = unwrap_prepared(module)
         if frontend.handle_of(module) is None:
             raise RuntimeError(
@@ -304,7 +302,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
-        """Reduce the window of ``optimizer`` and step it; return what ``closure`` has returned."""
+        """Reduce the window of ``optimizer`` and step it; return the result of ``closure``."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -323,9 +321,9 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the averaged gradients of the coming step; return their norm before that, a scalar.
+        """Clip the averaged gradients of the next step; return their norm before clipping, a scalar.
 
-        Norms other than the L2 norm, a norm of 0, and clipping twice gather the gradients in full.
+        Norms other than L2, ``max_norm=0`` and a second clipping gather the full gradients.
 
         Raises:
             RuntimeError: the norm is not finite and ``error_if_nonfinite``, on every rank.
@@ -334,7 +332,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Any, clip_val: float) -> None:
-        """Clip each element of the averaged gradients of the coming step; gathers them in full."""
+        """Clip each element of the averaged gradients of the next step; gathers the full gradients."""
         zerosync = zerosync_of(optimizer)
         with zerosync.full_gradients():
             torch.nn.utils.clip_grad_value_(zerosync.parameters, clip_val)
@@ -345,9 +343,9 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save models, each with its optimizer, and what else is in ``state``; see ``checkpoints.py``.
+        """Save models, each with its optimizer, and the other entries of ``state``; see ``checkpoints.py``.
 
-        Of tensors alone, as ``model.state_dict()``, the first rank writes a file, in full on every stage.
+        If ``state`` has only tensors, as ``model.state_dict()``, the first rank writes full tensors to one file.
         """
         given = {"storage_options": storage_options, "filter": filter}
         if named := [f"{name}=" for name, value in given.items() if value is not None]:
@@ -370,13 +368,13 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load models, with the optimizers that are in ``state``, and what else is in it.
+        """Load models, with the optimizers that are in ``state``, and its other entries.
 
         A file, as Fabric saves it without DeepSpeed, has weights only.
         """
         path = self.broadcast(path)
         if os.path.isfile(path):
-            how = {} if weights_only is None else {"weights_only": weights_only}  # which Fabric 2.5 does not know
+            how = {} if weights_only is None else {"weights_only": weights_only}  # an unknown argument in Fabric 2.5
             return DDPStrategy.load_checkpoint(self, path, state, strict, **how)
         return load(path, state, strict, self.broadcast)
 

@@ -9,4 +9,4 @@ from __future__ import annotations
 from pathlib import Path
 
 SITE = Path(__file__).parent / "site"
-"""The folder with what Python imports at its start."""
+"""The folder with the modules that Python imports at its start."""

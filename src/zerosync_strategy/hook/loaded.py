@@ -18,9 +18,9 @@ _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def loaded(name: str) -> None:
-    """The program has imported ``name``: let its trainings be ZeroSync's."""
+    """Install ZeroSync for a program that has imported ``name``."""
     if name == "deepspeed":
-        if "RANK" in os.environ:  # a rank, not its launcher, and before it joins the others
+        if "RANK" in os.environ:  # a rank and not its launcher, before it makes the process group
             _prepare()
         patches.replace(patches.INITIALIZE, _initialize)
     elif name == "accelerate":
@@ -32,14 +32,14 @@ def loaded(name: str) -> None:
 def _install() -> None:
     try:
         from zerosync_strategy.accelerate import install
-    except (ContractError, ImportError) as error:  # a program that trains without DeepSpeed needs no word of it
+    except (ContractError, ImportError) as error:  # of no interest to a program that trains without DeepSpeed
         patches.replace(patches.ACCELERATE_PLUGIN, functools.partial(_refuse, error=error))
     else:
         install.install(always=True)
 
 
 def _refuse(stock: Callable[..., None], error: Exception) -> Callable[..., None]:
-    """Let a DeepSpeed configuration raise ``error``."""
+    """Make a DeepSpeed configuration raise ``error``."""
 
     @functools.wraps(stock)
     def post_init(self: Any) -> None:
@@ -50,7 +50,7 @@ def _refuse(stock: Callable[..., None], error: Exception) -> Callable[..., None]
 
 
 def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Attach to the engines that a program makes itself. A framework's are its frontend's."""
+    """Attach to engines that a program makes itself. Frontends attach to the engines of frameworks."""
 
     @functools.wraps(stock)
     def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def _prepare() -> None:
 
 
 def _left_alone(engine: Any, caller: str) -> bool:
-    """Return whether an engine without a block is one that ZeroSync has no business with, and say so at the end."""
+    """Return whether ZeroSync leaves an engine without a block alone, and note the reason for ``zerosync run``."""
     from zerosync_strategy.core.engine import supported
 
     if caller in _LIGHTNING:

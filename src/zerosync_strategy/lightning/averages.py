@@ -1,7 +1,7 @@
 """Checkpoints of a run with ``WeightAveraging``: Lightning's has the average in the place of the module's state.
 
-DeepSpeed saves the module and its optimizer, sharded; the average lies beside them in one file, a checkpoint of
-Lightning's own, which ``load_from_checkpoint`` reads.
+DeepSpeed saves the module and its optimizer, sharded. The average is in one more file of the same directory. It is a
+checkpoint of Lightning's own, which ``load_from_checkpoint`` reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OF_TRAINING = frozenset({"callbacks", "current_model_state", "loops", "lr_sched
 
 
 def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return what DeepSpeed's part of a checkpoint holds of Lightning's, and what the average's file does, if any."""
+    """Divide Lightning's checkpoint into DeepSpeed's part, and the content of the average's file, if any."""
     if "averaging_state" not in checkpoint:
         return dict(checkpoint), None
     rest = {key: value for key, value in checkpoint.items() if key not in ("averaging_state", "current_model_state")}
@@ -30,7 +30,7 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def save(averaged: dict[str, Any] | None, directory: Any) -> None:
-    """Write the average's file; without one, remove that of an earlier run."""
+    """Write the average's file; if there is no average, remove the file of an earlier run."""
     path = Path(directory) / FILE
     if averaged is not None:
         torch.save(averaged, path)
@@ -40,7 +40,7 @@ def save(averaged: dict[str, Any] | None, directory: Any) -> None:
 
 
 def load(directory: Any) -> dict[str, Any]:
-    """Return the keys of Lightning's checkpoint that the average's file has; none without one."""
+    """Return the entries of Lightning's checkpoint from the average's file; empty without a file."""
     path = Path(directory) / FILE
     if not path.is_file():
         return {}
@@ -49,7 +49,7 @@ def load(directory: Any) -> dict[str, Any]:
 
 
 def is_wanted(trainer: Trainer) -> bool:
-    """Whether the module is to have a checkpoint's average: no callback takes it, and leaves the module as it was."""
+    """Return whether to set the module to a checkpoint's average, as no callback takes the average instead."""
     averaging = [each for each in trainer.callbacks if isinstance(each, WEIGHT_AVERAGING)]  # type: ignore[attr-defined]
     return all(each._average_model is None for each in averaging)
 

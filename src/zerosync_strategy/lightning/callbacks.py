@@ -24,7 +24,7 @@ from .library import (
 
 
 class _View:
-    """``target`` as it is, but for its class and for what ``replaced`` has."""
+    """A proxy of ``target``, with another class and the attributes in ``replaced``."""
 
     def __init__(self, target: Any, **replaced: Any) -> None:
         vars(self).update(replaced, _target=target)
@@ -37,7 +37,7 @@ class _View:
 
 
 def _without_deepspeed(trainer: Trainer) -> Any:
-    """Return ``trainer`` with a strategy that does not look like DeepSpeed's to ``isinstance``."""
+    """Return a proxy of ``trainer`` whose strategy is no DeepSpeed strategy by ``isinstance``."""
     return _View(trainer, strategy=_View(trainer.strategy))
 
 
@@ -46,23 +46,23 @@ class CallbackOverrides(Stock):
 
     @property
     def state_key(self) -> str:
-        """Lightning's own, by the name of the class as it was: the key of its state in checkpoints."""
+        """The key of the callback's state in checkpoints: Lightning's own, with the original name of the class."""
         key: str = super().state_key
         return key.removeprefix("ZeroSync")
 
 
 class SchedulerOverrides(CallbackOverrides):
-    """It refuses DeepSpeed, where the engine owns accumulation. Here Lightning does."""
+    """Stock refuses DeepSpeed, because DeepSpeed's engine accumulates. Under ZeroSync, Lightning accumulates."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(_without_deepspeed(trainer), pl_module)
 
 
 class WeightAveragingOverrides(CallbackOverrides):
-    """It reads and writes parameters that ZeRO-3 has sharded, and expects the whole module in a checkpoint."""
+    """Stock reads and writes parameters that ZeRO-3 has sharded, and expects the whole module in a checkpoint."""
 
     _average_model: Any
-    _zerosync_average: list[tuple[Tensor, Tensor]] | None = None  # while the average has the current values
+    _zerosync_average: list[tuple[Tensor, Tensor]] | None = None  # the average, while its model has the current values
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -70,7 +70,7 @@ class WeightAveragingOverrides(CallbackOverrides):
         super().setup(trainer, pl_module, stage)
 
     def _swap_models(self, pl_module: LightningModule) -> None:
-        # In half precision, the module cannot hold the average as it is: the average keeps it aside.
+        # In half precision, the module cannot hold the average exactly, so the average is kept separately.
         kept, self._zerosync_average = self._zerosync_average, None
         if kept is None:
             module = self._average_model.module
@@ -87,7 +87,7 @@ class WeightAveragingOverrides(CallbackOverrides):
             super()._copy_average_to_current(pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # The engine has loaded the module, as it was when the checkpoint was saved.
+        # The engine has already loaded the module's own state at the time of the save.
         with _writable(pl_module):
             own = pl_module.state_dict()
             given = {"state_dict": own, "current_model_state": own} | checkpoint
@@ -95,7 +95,7 @@ class WeightAveragingOverrides(CallbackOverrides):
 
 
 class StochasticWeightAveragingOverrides(CallbackOverrides):
-    """It refuses DeepSpeed, reads and writes parameters that ZeRO-3 has sharded, and expects an earlier resume."""
+    """Stock refuses DeepSpeed, uses parameters that ZeRO-3 has sharded, and expects states to be loaded earlier."""
 
     state_key: str
 
@@ -119,7 +119,7 @@ class StochasticWeightAveragingOverrides(CallbackOverrides):
 
 
 class FinetuningOverrides(CallbackOverrides):
-    """It refuses DeepSpeed, where parameters cannot be added to an optimizer. They may be in it, frozen."""
+    """Stock refuses DeepSpeed, because it cannot add parameters to an optimizer. Here they are in it, frozen."""
 
     _restarting: bool
     _zerosync_froze: list[Parameter]
@@ -148,14 +148,14 @@ _ADDING = {"unfreeze_and_add_param_group", "add_param_group"}
 
 
 def _adds_groups(callback: Any) -> bool:
-    """Whether ``callback`` has code that adds what it thaws to an optimizer, and not Lightning's base class alone."""
+    """Return whether ``callback`` itself, and not only Lightning's base class, adds parameters to an optimizer."""
     classes = [each for each in type(callback).__mro__ if not issubclass(BaseFinetuning, each)]
     codes = [code for each in classes for value in vars(each).values() if (code := getattr(value, "__code__", None))]
     return any(not _ADDING.isdisjoint(code.co_names) for code in codes)
 
 
 class TimerOverrides(CallbackOverrides):
-    """It looks in ``on_fit_start()`` whether the time of the run it resumes was up: here that is restored later."""
+    """Stock checks the elapsed time of a resumed run in ``on_fit_start()``, but here it is restored only later."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -173,7 +173,7 @@ _OVERRIDES: dict[type[Callback], type[CallbackOverrides]] = {
 
 
 def adapt(trainer: Trainer) -> None:
-    """Let the callbacks of ``trainer`` do what they do without DeepSpeed, until :func:`leave`."""
+    """Make the callbacks of ``trainer`` work as without DeepSpeed, until :func:`leave`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for stock, overrides in _OVERRIDES.items():
             if isinstance(callback, stock) and not isinstance(callback, overrides):
@@ -181,12 +181,12 @@ def adapt(trainer: Trainer) -> None:
 
 
 def thaws(trainer: Trainer) -> bool:
-    """Whether a callback may let parameters train that are frozen when the training starts."""
+    """Return whether a callback may unfreeze parameters that are frozen when the training starts."""
     return any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def leave(trainer: Trainer) -> None:
-    """Give the callbacks of ``trainer`` back as they were."""
+    """Restore the callbacks of ``trainer``."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for overrides in _OVERRIDES.values():
             if isinstance(callback, overrides):
@@ -199,7 +199,7 @@ def _check_copy(callback: Any, pl_module: LightningModule) -> None:
 
 
 def _writable(pl_module: LightningModule) -> AbstractContextManager[None]:
-    """While active, parameters have their values on any stage, and keep what is written to them. Collective."""
+    """While active, parameters have their full values on any stage, and written values persist. Collective."""
     from deepspeed import zero
 
     gathered: AbstractContextManager[None] = zero.GatheredParameters(list(pl_module.parameters()), modifier_rank=0)

@@ -33,7 +33,7 @@ class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
             return super().setup_environment()
         if problem := frontend.prepare_device("cpu", getattr(self.precision_plugin, "precision", None)):
             raise MisconfigurationException(problem)
-        DDPStrategy.setup_environment(self)  # past the gate of DeepSpeedStrategy
+        DDPStrategy.setup_environment(self)  # skips the check of DeepSpeedStrategy
 
     @override
     def setup_distributed(self) -> None:
@@ -57,7 +57,7 @@ class DeepSpeedAnyDeviceStrategy(DeepSpeedStrategy):
     def _auto_select_batch_size(self) -> int:
         try:
             return super()._auto_select_batch_size()
-        except AttributeError:  # a loader without a batch sampler; DeepSpeed wants the number for its throughput log
+        except AttributeError:  # a loader without a batch sampler; DeepSpeed only logs its throughput by the size
             return 1
 
     @property

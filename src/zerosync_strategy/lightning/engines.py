@@ -1,7 +1,7 @@
 """One engine per optimizer: the division of the parameters, and checkpoints.
 
-A checkpoint is a directory. What Lightning and the first engine save lies where it does with one optimizer; the engine
-of optimizer k saves to ``optimizer_<k>`` in it, a DeepSpeed checkpoint of that optimizer's parameters.
+A checkpoint is a directory. Lightning and the first engine save to the same files as with a single optimizer. The
+engine of optimizer k saves a DeepSpeed checkpoint of that optimizer's parameters to ``optimizer_<k>`` in the directory.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .contract import NO_OPTIMIZER
 from .library import MisconfigurationException
 
 TAG = "checkpoint"
-"""The name of a checkpoint within its directory, Lightning's."""
+"""Lightning's name of the checkpoint within its directory."""
 
 
 def divide(
     module: torch.nn.Module, optimizers: Sequence[Optimizer], elementwise: bool | str = False
 ) -> list[torch.nn.Module]:
-    """Return the part of ``module`` that each optimizer trains; the first also has what none trains.
+    """Return the part of ``module`` that each optimizer trains. The first part also has what no optimizer trains.
 
     Args:
         elementwise: the option ``elementwise_optimizer``.
 
     Raises:
-        MisconfigurationException: no optimizer, one that ZeRO cannot partition, one without a trainable parameter or
-            with one that is not in ``module``, or parameters that two optimizers train.
+        MisconfigurationException: there is no optimizer; ZeRO cannot partition one; one has no trainable parameter, or
+            a parameter that is not in ``module``; or two optimizers train the same parameter.
     """
     owners: dict[torch.nn.Parameter, int] = {}
     shared: dict[torch.nn.Parameter, list[int]] = {}
@@ -83,7 +83,7 @@ def _listed(indices: Sequence[int]) -> str:
 
 
 def directory(checkpoint: Any, index: int) -> Path:
-    """Return where the engine of optimizer ``index``, from 1, saves to."""
+    """Return the directory to which the engine of optimizer ``index``, from 1, saves."""
     return Path(checkpoint) / f"optimizer_{index}"
 
 
@@ -93,17 +93,17 @@ def count_saved(checkpoint: Any) -> int:
 
 
 def remove_others(checkpoint: Any, engines: int) -> None:
-    """Remove from the directory what an earlier run with more than ``engines`` optimizers has saved."""
+    """Remove the directories of further optimizers that an earlier run with more than ``engines`` has saved."""
     for index in range(engines, count_saved(checkpoint)):
         shutil.rmtree(directory(checkpoint, index), ignore_errors=True)
 
 
 def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Check that ``state``, of one file, is that of ``module`` under ZeRO-3; Lightning leaves out what does not fit.
+    """Check that ``state``, from one file, fits ``module`` under ZeRO-3. Lightning would skip entries that do not.
 
     Raises:
-        MisconfigurationException: the module has several values of a parameter, in groups of ranks.
-        RuntimeError: with ``strict``, names or shapes differ; as ``Module.load_state_dict`` has it.
+        MisconfigurationException: groups of ranks have different values of a parameter.
+        RuntimeError: with ``strict``, names or shapes differ; as in ``Module.load_state_dict``.
     """
     if any(map(frontend.has_own_group, module.parameters())):
         raise MisconfigurationException(
@@ -132,7 +132,7 @@ def _shape(value: Any) -> Any:
 class EvaluationOverrides(frontend.ModeOverrides):
     """Overrides of an engine for evaluation under ZeRO-3: it loads the parameters of all optimizers.
 
-    DeepSpeed would load the first optimizer's alone, from the optimizer states, which have them under ZeRO-3.
+    DeepSpeed would load only those of the first optimizer, from its optimizer states, which hold them under ZeRO-3.
     """
 
     def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class EvaluationOverrides(frontend.ModeOverrides):
 def verified_together(
     zerosyncs: list[ZeroSync], path: Any, saved: int, config: dict[str, Any], options: ZeroSyncConfig, stage: int
 ) -> AbstractContextManager[None]:
-    """Around the loading of what ``saved`` engines have saved; a single one in training verifies it itself."""
+    """Wrap the loading of the checkpoints of ``saved`` engines, and verify them. A single one in training does so."""
     is_universal = (config.get("checkpoint") or {}).get("load_universal", False)
     if len(zerosyncs) == 1 or is_universal or not Path(path).is_dir():
         return nullcontext()

@@ -16,7 +16,7 @@ CLIPPING = "configure_gradient_clipping"
 
 
 def overridden_hooks(trainer: Trainer) -> frozenset[str]:
-    """Return the names of the hooks on gradients that the module, or for the first two a callback, overrides."""
+    """Return the hooks on gradients that the module overrides, or (but for clipping) a callback."""
     module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
     found = {name for name in (AFTER_BACKWARD, BEFORE_STEP, CLIPPING) if overrides(module, LightningModule, name)}
     for callback in callbacks:
@@ -25,15 +25,15 @@ def overridden_hooks(trainer: Trainer) -> frozenset[str]:
 
 
 def overrides(target: Any, base: type, name: str) -> bool:
-    """Return whether ``target`` has a method of its own in place of that of ``base``."""
+    """Return whether ``target`` overrides the method ``name`` of ``base``."""
     return getattr(getattr(target, name), "__func__", None) is not getattr(base, name)
 
 
 def check_local_gradients(trainer: Trainer, zerosyncs: Sequence[ZeroSync], hooks: frozenset[str]) -> None:
-    """Check that ``on_after_backward`` finds gradients, where a program overrides it and accumulates.
+    """Check that an overridden ``on_after_backward`` finds gradients, if the program accumulates.
 
     Raises:
-        MisconfigurationException: a backward leaves none on the parameters.
+        MisconfigurationException: a backward leaves no gradients on the parameters.
     """
     if AFTER_BACKWARD not in hooks or all(zerosync.keeps_gradients for zerosync in zerosyncs):
         return
@@ -49,10 +49,10 @@ def check_local_gradients(trainer: Trainer, zerosyncs: Sequence[ZeroSync], hooks
 
 @contextmanager
 def others_unchanged(zerosyncs: Sequence[ZeroSync], own: ZeroSync) -> Iterator[None]:
-    """Around hooks before the step of ``own``: other optimizers' gradients are no average yet, and must stay.
+    """Wrap hooks before the step of ``own``: gradients of other optimizers are not averaged yet, and must not change.
 
     Raises:
-        MisconfigurationException: one was changed.
+        MisconfigurationException: such a gradient was changed.
     """
     others = [param for zerosync in zerosyncs if zerosync is not own for param in zerosync.parameters]
     before = [(param.grad, _version(param.grad)) for param in others]

@@ -1,7 +1,7 @@
 """What this layer uses of Lightning. The other files import no other name of it.
 
-They import each other relatively, too: ``zerosync_strategy.pytorch_lightning`` runs the same files with a library of
-its own, in which every name is that of the package ``pytorch_lightning``.
+The other files import each other relatively, because ``zerosync_strategy.pytorch_lightning`` runs the same files with
+its own ``library``, which imports every name from the package ``pytorch_lightning``.
 """
 
 from typing import Any

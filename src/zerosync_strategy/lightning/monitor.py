@@ -15,10 +15,10 @@ from .strategy import ZeroSyncStrategy
 class ZeroSyncMonitor(Callback):
     """Logs the :class:`~zerosync_strategy.StepReport` of each optimizer step, under ``zerosync/``.
 
-    Of several optimizers, the first is under ``zerosync/optimizer_0/``, and so on.
+    With several optimizers, the first is under ``zerosync/optimizer_0/``, and so on.
 
     Args:
-        prog_bar: also show the bytes sent (in MB) and their ratio to the floor in the progress bar.
+        prog_bar: also show the bytes sent (in MB) and their ratio to the minimum in the progress bar.
 
     Raises:
         MisconfigurationException: at the start of ``fit``, under any strategy but ``ZeroSyncStrategy``.
@@ -26,7 +26,7 @@ class ZeroSyncMonitor(Callback):
 
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
-        self._logged: dict[int, StepReport] = {}  # the last one by optimizer
+        self._logged: dict[int, StepReport] = {}  # by optimizer, the last report
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

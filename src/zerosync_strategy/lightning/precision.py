@@ -29,25 +29,25 @@ NO_STEP = (
 
 
 class ZeroSyncPrecision(DeepSpeedPrecision):
-    """``DeepSpeedPrecision`` that reduces before ``on_before_optimizer_step`` and clips the coming step by norm.
+    """``DeepSpeedPrecision`` that reduces before ``on_before_optimizer_step`` and clips the next step by norm.
 
-    Hooks that the program has overridden find averaged gradients on the parameters, as under DDP (N1).
+    Hooks that the program has overridden see averaged gradients on the parameters, as under DDP (N1).
     """
 
     _closing: ZeroSync | None = None
-    """Of the window whose last backward runs, where Lightning knows it."""
+    """The handle whose window's last backward runs, if Lightning knows that it is the last."""
 
     @override
     def backward(  # type: ignore[override]
         self, tensor: torch.Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        """Run by the first engine, whose hooks gather the parameters; the gradients say which engines it concerns."""
+        """Run the backward of all engines by the first one, whose hooks gather the parameters."""
         zerosyncs = model.trainer.strategy.zerosyncs  # type: ignore[attr-defined]
         with ExitStack() as stack:
             if len(zerosyncs) > 1:
                 for zerosync in zerosyncs:
                     stack.enter_context(zerosync.awaiting_backward())
-            if overrides(model, LightningModule, "backward"):  # which Lightning ignores with DeepSpeed, and warns
+            if overrides(model, LightningModule, "backward"):  # with DeepSpeed, Lightning warns and ignores it
                 engine: Any = model.trainer.model
                 model.backward(engine.scale(tensor) if engine.fp16_enabled() else tensor, *args, **kwargs)
             else:
@@ -73,7 +73,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             warnings.warn(NO_STEP, stacklevel=1)
             return closure()
         if model.automatic_optimization:
-            zerosync.window.expect_last()  # the closure's backward, and Lightning accumulates no further
+            zerosync.window.expect_last()  # the closure's backward: Lightning calls this after accumulation only
             self._closing = zerosync
         try:
             result = closure()
@@ -81,7 +81,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             self._closing = None
         if not model.automatic_optimization:
             zerosync.window.check_zeroed()
-        no_backward = not zerosync.has_backward  # else the closure, or the program itself, ran some
+        no_backward = not zerosync.has_backward  # else the closure or the program itself ran one
         zerosync.reduce()
         hooks = (BEFORE_STEP, CLIPPING) if model.automatic_optimization else (BEFORE_STEP,)
         with self._gradients_for(model, zerosync, *hooks):
@@ -96,7 +96,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
 
     @contextmanager
     def _gradients_for(self, model: LightningModule, zerosync: ZeroSync, *hooks: str) -> Iterator[None]:
-        """Around ``hooks``: where one is overridden, the parameters have their averaged gradients."""
+        """Wrap calls of ``hooks``: if one is overridden, the parameters have their averaged gradients."""
         strategy: Any = model.trainer.strategy
         if strategy.gradient_hooks.isdisjoint(hooks):
             yield

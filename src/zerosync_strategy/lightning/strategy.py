@@ -47,7 +47,7 @@ from .library import (
 from .precision import CLIP_BY_VALUE, ZeroSyncPrecision
 
 _ARGUMENTS = StrategyArguments("ZeroSyncStrategy", DeepSpeedStrategy, MisconfigurationException)
-# The engines that trained or evaluated a module last: their hooks must go before those of the next that train it come.
+# The engines that last trained or evaluated a module: their hooks are removed before another engine trains it.
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -57,22 +57,22 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     Args:
         stage: ZeRO stage 1, 2 or 3. Without it, the stage of ``config``, or 3.
         config: a DeepSpeed configuration, as a dictionary or the path of a JSON file; it may hold a ``"zerosync"``
-            block of ZeroSync options. It is not changed. What it leaves to ``"auto"``, Lightning or DeepSpeed decides.
+            block of ZeroSync options. It is not changed. Lightning or DeepSpeed decides values of ``"auto"``.
         **options: any field of :class:`~zerosync_strategy.ZeroSyncConfig`, and any argument of Lightning's
-            ``DeepSpeedStrategy``; of the latter, those that build a configuration exclude ``config``. The signature
-            names all of them, for LightningCLI; ``None`` is an option that is not given.
+            ``DeepSpeedStrategy``. Arguments that build a configuration cannot be combined with ``config``. The
+            signature names all options, for LightningCLI; ``None`` means that an option is not given.
 
-    In manual optimization, ``configure_optimizers`` may return several optimizers. Each has an engine of its own over
-    its own parameters, and a window of its own.
+    In manual optimization, ``configure_optimizers`` may return several optimizers. Each has its own engine, parameters
+    and window.
 
     Attributes:
-        zerosyncs: the handles of the engines in training (reports, windows), in the order of the optimizers; none
+        zerosyncs: the handles of the engines in training (reports, windows), in the order of the optimizers; empty
             before ``fit``.
 
     Raises:
         MisconfigurationException: an unsupported stage; options that contradict each other.
         TypeError, ValueError: an unknown option, or a value of the wrong kind.
-        ContractError: Lightning's internals are not those that ZeroSync knows (C1).
+        ContractError: Lightning's internals are not the ones that ZeroSync knows (C1).
     """
 
     strategy_name = "zerosync"
@@ -82,7 +82,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         require(contract.INTERNALS)
         ours, options = _ARGUMENTS.split(stage, config, options)
         self.zerosyncs: list[ZeroSync] = []
-        self.gradient_hooks: frozenset[str] = frozenset()  # those that the program has overridden, while it trains
+        self.gradient_hooks: frozenset[str] = frozenset()  # overridden by the program; during training
         self._parts: list[torch.nn.Module] = []  # what each optimizer trains
         super().__init__(stage=3 if stage is None else stage, config=copy.deepcopy(config), **options)
         assert isinstance(self.config, dict)
@@ -106,7 +106,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        """``False``: Lightning counts batches, divides the loss, and steps the tail of an epoch."""
+        """``False``: Lightning counts batches, divides the loss, and steps at the end of an epoch."""
         return False
 
     @override
@@ -118,7 +118,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:
         assert isinstance(self.config, dict)
-        # Lightning clips through clip_gradients() before each step; a norm in the user's own configuration stays.
+        # Lightning clips by clip_gradients() before each step; a norm in the user's own configuration is kept.
         clip = self.config.setdefault("gradient_clipping", 0.0)
         super()._format_batch_size_and_grad_accum_config()
         if self.lightning_module is not None:
@@ -126,7 +126,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @override
     def _auto_select_batch_size(self) -> int:
-        # For DeepSpeed's log of its throughput. A hook of the program that makes a loader is not called for that.
+        # Only DeepSpeed's log of the throughput uses it, so a hook of the program that makes a loader is not called.
         assert self.lightning_module is not None
         if self.lightning_module.trainer.fit_loop._data_source.is_module():
             return 1
@@ -138,7 +138,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
-        # Lightning refuses a module that torch.compile() made, by this mark, with every DeepSpeed strategy.
+        # By this mark, Lightning refuses a module from torch.compile() with every DeepSpeed strategy.
         if module is not None and module._compiler_ctx is not None:
             module._compiler_ctx = None
         self._connected = module
@@ -170,7 +170,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
-        frontend.prepare_process(self)  # until teardown(); attached engines hold for themselves
+        frontend.prepare_process(self)  # until teardown(); attached engines keep the replacements themselves
         callbacks.adapt(self.lightning_module.trainer)  # before their setup()
         super().setup_environment()
 
@@ -196,7 +196,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         assert isinstance(self.config, dict) and self.lightning_module is not None
         for reference in _engines.pop(model, ()):
             if (engine := reference()) is not None:
-                frontend.leave_sharded(engine)  # else its hooks would gather and reduce too
+                frontend.leave_sharded(engine)  # otherwise its hooks would gather and reduce, too
         self.zerosyncs, self._parts = [], [model]
         self.gradient_hooks = overridden_hooks(self.lightning_module.trainer)
         if "optimizer" in self.config:
@@ -227,7 +227,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             )
 
     def _adopt_configured_schedulers(self) -> None:
-        """Lightning steps the scheduler that the DeepSpeed configuration has asked for, too."""
+        """Make Lightning step a scheduler from the DeepSpeed configuration, too."""
         configured = [zerosync.engine.lr_scheduler for zerosync in self.zerosyncs if zerosync.engine.lr_scheduler]
         if configured and self.lr_scheduler_configs:
             raise MisconfigurationException(
@@ -254,7 +254,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 frontend.interpose(engine, frontend.FrozenStay)
             return engine
 
-        # The gradients are gathered for hooks on all ranks, or on none.
+        # Gradients are gathered for hooks, so all ranks must override the same ones.
         hooks = {"overridden hooks on gradients": ", ".join(sorted(self.gradient_hooks)) or "none"}
         zerosync = frontend.set_up(
             "ZeroSyncStrategy", model, self.zerosync_config, build, shown=optimizer, facts=hooks,
@@ -274,7 +274,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self.zerosyncs = []
         config = self.config
         assert isinstance(config, dict)
-        if without_parameters := next(model.parameters(), None) is None:  # ZeRO-3 takes the type of the first
+        if without_parameters := next(model.parameters(), None) is None:  # ZeRO-3 needs the dtype of the first one
             self.config = {name: value for name, value in config.items() if name != "zero_optimization"}
         try:
             super()._initialize_deepspeed_inference(model)
@@ -321,7 +321,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
-        how = {} if weights_only is None else {"weights_only": weights_only}  # which Lightning 2.5 does not know
+        how = {} if weights_only is None else {"weights_only": weights_only}  # an unknown argument in Lightning 2.5
         if self.load_full_weights and self.zero_stage_3:
             return super().load_checkpoint(checkpoint_path, **how)
         saved = count_saved(checkpoint_path)
@@ -353,13 +353,13 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         super().load_model_state_dict(checkpoint, strict)
         for name, buffer in self.lightning_module.named_buffers():
             if name in state:
-                buffer.copy_(state[name])  # Lightning loads those of the first rank
+                buffer.copy_(state[name])  # Lightning loads buffers on the first rank only
         for zerosync in self.zerosyncs:
-            # Or the first step would bring back the weights that the optimizer was made with.
+            # Otherwise the first step would restore the weights from which the optimizer was made.
             frontend.reload_master_weights(zerosync.engine.optimizer)
 
     def _whole_checkpoint(self) -> AbstractContextManager[None]:
-        """Around what the first engine saves or loads: the module, with what other engines or none of them train."""
+        """Wrap a save or load by the first engine, so that it includes the whole module."""
         assert self.lightning_module is not None
         if not (self.zero_stage_3 and self.zerosyncs):
             return nullcontext()
@@ -370,7 +370,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def on_train_end(self) -> None:
         self._abort("training ended before the optimizer step that would have used them")
-        with frontend.activity(frontend.Doing.END):  # a rank that has fewer batches learns of it here
+        with frontend.activity(frontend.Doing.END):  # a rank with fewer batches waits here, and gets the error
             self.barrier("zerosync_strategy.on_train_end")
         super().on_train_end()
 
@@ -385,7 +385,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self._abort("the strategy was torn down")
         assert self.lightning_module is not None
         callbacks.leave(self.lightning_module.trainer)
-        with frontend.as_it_is():  # moves what ZeRO-3 has left of them
+        with frontend.as_it_is():  # moves ZeRO-3's parameters as they are, without values
             super().teardown()
         patches.remove_user(self)
 

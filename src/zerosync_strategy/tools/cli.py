@@ -9,10 +9,10 @@ from zerosync_strategy.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command with ``arguments``, or those of the process, and leave with its exit status.
+    """Run the command with ``arguments``, by default the process's own, and exit with its status.
 
     Raises:
-        SystemExit: always, but after ``--version``.
+        SystemExit: always, except after ``--version``.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments == ["--version"]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml  # noqa: F401  of the same extra: missing here rather than in the middle
+import yaml  # noqa: F401  from the same extra; if it is missing, fail here and not midway
 
 from zerosync_strategy.tools.display import console, show_finding, show_plan
 from zerosync_strategy.tools.doctor.findings import Finding, Level
@@ -75,7 +75,7 @@ def doctor(
 
 
 def _examine(configurations: list[Path], self_test: bool) -> Iterator[Finding]:
-    # Here, and not above: torch may be what is missing.
+    # Imported here and not above, because torch itself may be missing.
     from zerosync_strategy.tools.doctor import configurations as files
     from zerosync_strategy.tools.doctor import installation, selftest
 
@@ -91,7 +91,7 @@ def _examine(configurations: list[Path], self_test: bool) -> Iterator[Finding]:
 
 @contextmanager
 def _refusing(option: str | None = None) -> Iterator[None]:
-    """Turn a wrong value, of ``option`` or of one that the error names, into an error of the command."""
+    """Convert an error about a wrong value into an error of the command. It names ``option``, if given."""
     try:
         yield
     except (ValueError, OSError, KeyError, TypeError) as problem:
@@ -133,7 +133,7 @@ def plan(
         if wrong := [each for each in stages if each not in (1, 2, 3)]:
             raise ValueError(f"--stage, or 'zero_optimization.stage' in --config, takes 1, 2 or 3, got {wrong[0]}.")
         sets = jobs.usual_sets(tuple(stages), stock, cluster)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the replays end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the replays end, too
     try:
         made = make_plan(
             workload, cluster, sets, lambda done, of: print(f"{done} of {of} replays", file=sys.stderr, flush=True)

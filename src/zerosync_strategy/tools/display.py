@@ -21,13 +21,13 @@ _WIDTH = 300  # of a table in a file or a pipe
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console; in a file or a pipe it has no colour, and lines as long as they need to be."""
+    """Return a console; for a file or a pipe, without colour and with long lines."""
     made = Console(stderr=stderr, highlight=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, no_color=True, width=_WIDTH)
 
 
 def show_finding(finding: Finding) -> None:
-    """Print one finding of the doctor at once, in a file or a pipe too."""
+    """Print one finding of the doctor immediately, also to a file or a pipe."""
     out = console()
     line = Text(f"{finding.level.value:8}", style=_COLOURS[finding.level])
     line.append(f"{finding.topic:14}{finding.found}", style="default")
@@ -66,7 +66,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         )  # fmt: skip
     least = (f"{value / 1e9:.3f}" for value in (plan.floor, plan.floor_between))
     table.add_row("", "least: each gradient once, and each trained parameter", *least)
-    # In full: on a terminal that is narrower, its lines go on in the next.
+    # In full width: a narrower terminal wraps its lines.
     out.width = max(out.width, Measurement.get(out, out.options.update(max_width=_WIDTH), table).maximum)
     out.print(table)
     if plan.left_out:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from zerosync_strategy.core.announcement import ATTACHED, NOTES, REPORT
 from zerosync_strategy.hook import SITE
 
-_LEFT = {  # to themselves: what stops and continues, and what tells of a fault in this very process
+_LEFT = {  # signals not passed on: those that stop and continue processes, and faults of this process itself
     signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCONT, signal.SIGSEGV,
     signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS, signal.SIGWINCH,
     signal.SIGPIPE, signal.SIGURG,
@@ -25,10 +25,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do what ``arguments`` say, and leave with an exit status.
+    """Run the command in ``arguments``, and exit with its status.
 
     Raises:
-        SystemExit: always, unless a signal has ended the command, which then ends this process.
+        SystemExit: always, unless a signal has ended the command; then the same signal ends this process.
     """
     parser = argparse.ArgumentParser(
         "zerosync run", usage="zerosync run [--report N[:FILE]] COMMAND [ARGUMENT ...]",
@@ -46,10 +46,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run ``command`` until it ends, and say if there was nothing to attach to.
+    """Run ``command`` until it ends, and report if ZeroSync has attached to nothing.
 
     Returns:
-        Its exit status, or 127 or 126 where there is no such command, as a shell has it.
+        Its exit status; as in a shell, 127 if the command does not exist, and 126 if it is not executable.
     """
     places = [str(SITE), *filter(None, [environment.get("PYTHONPATH")])]
     with tempfile.NamedTemporaryFile("r", prefix="zerosync-run-") as notes:
@@ -74,21 +74,21 @@ def _say(text: str, status: int = 0) -> int:
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Return the exit status of ``command``, negative for a signal; those that come to this process are passed on."""
+    """Return the exit status of ``command``, negative for a signal. Signals to this process are passed on to it."""
     waited = signal.valid_signals() - _LEFT
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     libc = ctypes.CDLL(None)
 
     def in_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # SIGKILL can be passed on in no other way
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the only way to pass SIGKILL on
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     try:
         with subprocess.Popen(command, env=environment, preexec_fn=in_child) as child:
             while child.poll() is None:
                 came = signal.sigwaitinfo(waited)
-                # What the terminal sends, it sends to the command too.
+                # Signals of the terminal reach the command directly.
                 if came.si_signo != signal.SIGCHLD and came.si_code <= 0:
                     child.send_signal(came.si_signo)
     finally:
@@ -97,7 +97,7 @@ def _wait(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def _end_by(number: int) -> None:
-    """End this process as the command has ended, by a signal."""
+    """End this process by the signal that has ended the command."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # SIGKILL has no handler
         signal.signal(number, signal.SIG_DFL)

@@ -1,15 +1,17 @@
 """Budgets that set themselves: ``"auto"`` for gathered parameters and for unreduced gradients.
 
-The first :data:`MEASURED` windows hold nothing, and measure: after each forward, and each time that a gather or an
-unreduced gradient takes memory, what is used beside gathered parameters is noted by how many bytes of these were there,
-in :data:`LEVELS` parts of all. What a peak of the allocator had beyond all looks is added; a peak in the optimizer's
-step counts as beside nothing that was gathered. One message of 280 bytes joins the tables: each level of the rank that
-needs most there decides. From it, what to hold is chosen, once; what uses more later is not foreseen.
+The first :data:`MEASURED` windows hold nothing, and measure. After each forward, and before each allocation of a gather
+or an unreduced gradient, they record the memory used by everything except gathered parameters. The table has a row per
+level: the bytes of gathered parameters at that moment, in :data:`LEVELS` parts of all parameters. The amount by which a
+peak of the allocator exceeds all looks is added. A peak in the optimizer's step counts at level 0. One message of 280
+bytes merges the tables of the ranks: in each row, the rank that needs most decides. Then the budgets are chosen, once.
+Anything that uses more memory later is not foreseen.
 
-Where *g* bytes were gathered, holding *h* bytes has at most min(all parameters, *h* + *g*) there. What is held is the
-most that leaves a reserve below the limit on every level: a part of the limit, or as much as the memory after a forward
-has varied. All parameters are held if half of that part is left: no gather is on its way then beside the rest. Where
-not all fit, of several nodes, node shards come before what is held in full (``params/held.py``).
+If *g* bytes were gathered at a moment, holding *h* bytes means at most min(all parameters, *h* + *g*) at that moment.
+The budget is the largest that leaves a reserve below the limit at every level. The reserve is a part of the limit, or
+the variation of the memory after forwards, if larger. All parameters are held if half of that part is left, because
+then no gather needs memory in addition. If not all fit, on several nodes, node shards have priority over parameters
+held in full (``params/held.py``).
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ _TAKEN = ("active_bytes", "inactive_split_bytes")  # of torch's statistics
 
 
 class DeviceGauge:
-    """What torch's allocator has taken of a GPU and cannot give back, or give out again whatever is asked for.
+    """GPU memory that torch's allocator can neither return to the device nor use for every request.
 
-    Of its reserved memory that is: the blocks in use, those that wait for a stream, and the free parts of segments that
-    are in use elsewhere. Segments that are free as a whole are not counted: they serve the next request, or go back to
-    the device before the allocator gives up. A peak is the most at once, ever, or since others have reset it.
+    It consists of the blocks in use, the freed blocks that wait for a stream, and the free parts of segments that are
+    partly in use. Free segments are not counted: they serve the next request, or are returned to the device before the
+    allocator fails. A peak is the maximum since the start of the process, or since something else has reset it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,18 +49,18 @@ class DeviceGauge:
         return sum(stats.get(f"{kind}.all.current", 0) for kind in _TAKEN)
 
     def peak(self) -> int:
-        # The two have had their peaks at different moments, perhaps; all that was reserved is more than both at any.
+        # The two peaks may be of different moments. At any moment, the reserved memory is at least the sum of both.
         stats = torch.cuda.memory_stats(self._device)
         return min(sum(stats.get(f"{kind}.all.peak", 0) for kind in _TAKEN), stats.get("reserved_bytes.all.peak", 0))
 
     def limit(self) -> int:
-        """Return what the process may use in all: what is free, and what its allocator has."""
+        """Return the bytes that the process may use in all: free memory plus what its allocator has reserved."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device)
 
 
 class ProcessGauge:
-    """The resident memory of this process. Linux."""
+    """The resident memory of this process (Linux only)."""
 
     def used(self) -> int:
         return self._read("VmRSS:")
@@ -81,12 +83,12 @@ def gauge_of(device: torch.device) -> Gauge:
 
 
 MEASURED = 3
-"""Windows before anything is held. Of the first, which makes the optimizer's states, only the peak counts."""
+"""Windows before anything is held. In the first, which makes the optimizer's states, only the peak counts."""
 RESERVED = 32
-"""One part of so many of the limit is in reserve at least."""
+"""At least 1/32 of the limit is kept in reserve."""
 LEVELS = 32
-"""Parts of all parameters by which it is noted how much was gathered at a moment."""
-_NEVER = -(2**62)  # bytes that were used at a moment that there was none of
+"""Number of parts of all parameters, in which the gathered bytes at a moment are counted."""
+_NEVER = -(2**62)  # bytes used at a level that never occurred
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ class Memory:
     """What the measured windows used, on the rank that used most, in bytes.
 
     Attributes:
-        other: what was used beside what was gathered, by level.
+        other: by level, the memory used by everything except gathered parameters.
         everything: all parameters that may be held.
         limit: what a rank may use.
-        varied: by how much the memory after a forward has varied.
+        varied: the variation of the memory after a forward.
     """
 
     other: list[int]
@@ -120,7 +122,7 @@ class Memory:
             return self.everything
         most, allowed = self.everything, self.limit - self.reserve
         for level, each in enumerate(self.other):
-            if each + self.everything > allowed:  # else all of them fit at such a moment
+            if each + self.everything > allowed:  # else all parameters fit at this level
                 most = min(most, allowed - each - self._gathered(level))
         return max(0, most)
 
@@ -129,7 +131,7 @@ class Memory:
 
 
 def parameter_budget(memory: Memory, in_shards: int) -> int:
-    """Return how many bytes of parameters to hold, node shards (all of them: ``in_shards`` bytes) included."""
+    """Return how many bytes of parameters to hold, node shards included. All node shards take ``in_shards`` bytes."""
     if (in_full := memory.most()) == memory.everything or not in_shards:
         return in_full
     shards = min(in_shards, max(0, memory.left(0) - memory.reserve))
@@ -139,20 +141,20 @@ def parameter_budget(memory: Memory, in_shards: int) -> int:
 
 
 def gradient_budget(memory: Memory, in_full: int, in_shards: int) -> int:
-    """Return how many bytes of gradients to leave unreduced, beside so many of parameters in full and in shards."""
+    """Return how many bytes of gradients to leave unreduced, given the held parameters in full and in node shards."""
     return max(0, memory.left(in_full) - in_shards - memory.reserve)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The budgets that were chosen, in bytes, and why. ``None``: that budget is not automatic.
+    """The chosen budgets in bytes, and the reasons. ``None``: that budget is not automatic.
 
     Attributes:
-        limit: what the rank that has the fewest may use.
-        room: what is left of it beside everything else and what is held, on the rank with the least.
-        parameters: of gathered parameters that are held, and of node shards.
+        limit: what a rank may use, on the rank with the smallest limit.
+        room: what the budgets and everything else leave of the limit, on the rank with the least.
+        parameters: of held parameters, node shards included.
         gradients: of gradients that stay unreduced.
-        used_otherwise: the most that everything else has used at once, on the rank that used most.
+        used_otherwise: the peak of everything else, on the rank that used most.
         reserve: what is left free.
     """
 
@@ -173,11 +175,11 @@ class Choice:
 
 
 class AutomaticBudgets:
-    """Measures what one engine uses, and chooses what it holds.
+    """Measures the memory of one engine, and chooses its budgets.
 
-    ``gathered`` returns the bytes of gathered parameters, of which ``everything`` may be held; ``hold`` holds what was
-    chosen from the coming window on. ``limit`` is asked for then: communicators, which backends make when they are used
-    first, take memory that no allocator of torch's knows. ``choice`` is ``None`` while it measures.
+    ``gathered`` returns the bytes of gathered parameters, of which ``everything`` may be held. ``hold`` chooses the
+    budgets from the next window on. ``limit`` is called only then, because communicators, which backends make at first
+    use, take memory outside of torch's allocators. ``choice`` is ``None`` during the measurement.
     """
 
     def __init__(
@@ -188,13 +190,13 @@ class AutomaticBudgets:
         self._hold, self._process_group = hold, process_group
         self.choice: Choice | None = None
         self._beside = [_NEVER] * (LEVELS + 1)
-        self._unseen = 0  # the most bytes by which a peak was above all that was looked at in its window
-        self._looked = 0  # the most that a look found in use in this window
-        self._after_forwards = [0]  # the most, by window
+        self._unseen = 0  # most bytes by which a peak exceeded all looks of its window
+        self._looked = 0  # most bytes that a look found in use in this window
+        self._after_forwards = [0]  # most bytes after a forward, by window
         self._known_peak = gauge.peak()
 
     def look(self) -> int:
-        """See what is in use now, because more memory is about to be taken; return it without what is gathered."""
+        """Record the memory in use, before more is allocated; return it without gathered parameters."""
         used, gathered = self._gauge.used(), self._gathered()
         self._looked = max(self._looked, used)
         return self._note(used, gathered)
@@ -204,12 +206,12 @@ class AutomaticBudgets:
             self._after_forwards[-1] = max(self._after_forwards[-1], self.look())
 
     def step_begins(self) -> None:
-        """The optimizer's step begins: its peak is another one."""
+        """Record the peak before the optimizer's step, which has a peak of its own."""
         if self.choice is None and (peak := self._new_peak()):
             self._unseen = max(self._unseen, peak - self._looked)
 
     def step_ended(self) -> None:
-        """A step has been taken. Collective once, when enough was measured."""
+        """Record the peak of the step. After the last measured window, choose the budgets: collective then."""
         if self.choice is not None:
             return
         if peak := self._new_peak():
@@ -232,7 +234,7 @@ class AutomaticBudgets:
         return used - gathered
 
     def _new_peak(self) -> int | None:
-        """Return the most that was ever in use, if that was since the last call."""
+        """Return the gauge's peak if it has risen since the last call."""
         known, self._known_peak = self._known_peak, self._gauge.peak()
         return self._known_peak if self._known_peak > known else None
 
@@ -241,7 +243,7 @@ class AutomaticBudgets:
 
 
 def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
-    """Raise a ``ValueError`` where a budget of ``config`` sets itself, and nothing says what may be used."""
+    """Raise a ``ValueError`` if a budget of ``config`` is automatic and its limit is unknown."""
     for name, is_automatic in (
         ("param_memory_budget", config.parameters.automatic), ("grad_memory_budget", config.gradients.automatic),
     ):  # fmt: skip
@@ -255,7 +257,7 @@ def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
 def automatic_budgets(
     engine: Any, config: ZeroSyncConfig, reducer: Reducer, of_module: ModuleParameters | None
 ) -> AutomaticBudgets | None:
-    """Return the budgets that set themselves, as :func:`check_limit` has let pass; ``None``: none does."""
+    """Return the automatic budgets, after :func:`check_limit`; ``None`` if no budget is automatic."""
     if not (config.parameters.automatic or config.gradients.automatic):
         return None
     gauge, given = gauge_of(engine.device), config.auto_limit
@@ -274,7 +276,7 @@ def automatic_budgets(
     def hold(memory: Memory) -> Choice:
         for each in watched:
             each.watch = None
-        # Parameters first: a micro-batch gathers each at least as often as it reduces its gradient.
+        # Parameters first: a micro-batch gathers a parameter at least as often as it reduces its gradient.
         in_full = in_shards = gradients = 0
         if cache is not None:
             in_full, in_shards = cache.set_budget(parameter_budget(memory, cache.plan.wanted_in_shards()))

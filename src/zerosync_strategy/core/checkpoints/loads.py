@@ -19,15 +19,15 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 
 @dataclass(frozen=True)
 class Source:
-    """What an engine is to load.
+    """The checkpoint that an engine loads.
 
     Attributes:
-        directory, tag: as ``load_checkpoint`` has them; without a tag, the file ``latest`` names it.
+        directory, tag: arguments of ``load_checkpoint``; without a tag, the file ``latest`` names it.
         checksums: read all files to verify them.
-        shards: of the optimizer are read, too.
-        other_ranks: what to do where another number of ranks has written it; empty: it can be read.
-        weights_of_latest: whatever the tag, DeepSpeed would load weights of the one that ``latest`` names.
-        files: returns which files this rank reads of a checkpoint, by directory and tag.
+        shards: the optimizer's shards are read, too.
+        other_ranks: the remedy if another number of ranks has written it; empty: it can be read.
+        weights_of_latest: DeepSpeed loads the weights of the tag in the file ``latest``, even if ``tag`` is another.
+        files: returns the files that this rank reads, by directory and tag.
     """
 
     directory: Path
@@ -40,13 +40,14 @@ class Source:
     files: Callable[[Path, str], Sequence[Path]] | None = None
 
 
-_verified: dict[tuple[Path, str | None], str | None] = {}  # the tag, by what was asked for
+_verified: dict[tuple[Path, str | None], str | None] = {}  # the tag, by directory and requested tag
 
 
 def verify(source: Source) -> str | None:
-    """Return the tag that all ranks are to load, or ``None`` where there is no checkpoint to choose. Collective.
+    """Return the tag that all ranks load; ``None`` if there is no checkpoint to choose. Collective.
 
-    A ``CheckpointError`` on every rank: one cannot load it, or they would load different ones. Nothing was changed.
+    Every rank raises a ``CheckpointError`` if one cannot load it, or if ranks would load different ones. Nothing has
+    been changed then.
     """
     key = source.directory, source.tag
     return _verified[key] if key in _verified else _agree([source])[0]
@@ -54,7 +55,7 @@ def verify(source: Source) -> str | None:
 
 @contextmanager
 def one_load(sources: Sequence[Source]) -> Iterator[None]:
-    """Around calls that load ``sources``, of one save: all are verified before the first. Collective."""
+    """Wrap calls that load ``sources`` of one save: all are verified before the first is loaded. Collective."""
     with rank_status().activity(f"the attempt to read the checkpoint in {sources[0].directory}"):
         tags = _agree(sources)
     _verified.update({(source.directory, source.tag): tag for source, tag in zip(sources, tags, strict=True)})
@@ -87,7 +88,7 @@ def _in_words(tag: str | None, manifest: Manifest | None) -> str:
 
 
 def _remedy(source: Source) -> str:
-    """Return what to load instead. Collective."""
+    """Return the remedy: that nothing was loaded, and the newest whole checkpoint. Collective."""
     text = ""
     if dist.get_rank() == 0:
         try:
@@ -102,7 +103,7 @@ def _remedy(source: Source) -> str:
 
 
 def tag_of(source: Source) -> str | None:
-    """Return the tag to load, ``None`` where nothing names one; a ``DamageError`` where it is not there."""
+    """Return the tag to load; ``None`` if nothing names one; a ``DamageError`` if its directory does not exist."""
     directory, tag, latest = source.directory, source.tag, source.directory / source.latest
     named = ""
     if tag is None:
@@ -130,10 +131,10 @@ def tag_of(source: Source) -> str | None:
 
 
 def _manifest_of(source: Source, tag: str | None) -> Manifest | None:
-    """Verify what this rank answers for; return a manifest of the checkpoint, or ``None`` where it has none.
+    """Verify this rank's share of the files; return a manifest of the checkpoint, or ``None`` if it has none.
 
-    That is what it has written itself, and so each file is read by one rank, however many load it. Another number of
-    ranks shares the files out.
+    The share is what this rank has written itself, so that each file is read by one rank, however many load it. If the
+    number of ranks differs, the ranks divide the files among them.
     """
     if tag is None or source.latest != LATEST:
         return None

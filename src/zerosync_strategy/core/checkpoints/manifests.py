@@ -1,7 +1,7 @@
 """A manifest per rank in the directory of a tag: the save that it belongs to, and the files that the rank has written.
 
-While a checkpoint is written, the manifests say so; they are completed when all files are on the disk. So a save that
-was interrupted, files of two saves and files that have changed since are found, also without a run (K1).
+While a checkpoint is written, its manifests are marked as incomplete. They are completed when all files are on disk. So
+an interrupted save, files of two saves and later changes of files are found, also without a run (K1).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _MAGIC = b"PK\x03\x04"
 LATEST = "latest"
 """Name of the file that names the tag to load."""
 SHARDS = "*optim_states.pt"
-"""Files of a checkpoint that have the optimizer's shards."""
+"""Files of a checkpoint with the optimizer's shards."""
 MODULES = "*mp_rank_*_model_states.pt"
-"""Files of a checkpoint that have the module."""
+"""Files of a checkpoint with the module."""
 
 
 class DamageError(CheckpointError):
-    """Files of a checkpoint are not as they were saved, or not of one save; the text names them."""
+    """Files of a checkpoint have changed since the save, or are of different saves; the text names them."""
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -38,12 +38,12 @@ class DamageError(CheckpointError):
 
 @dataclass(frozen=True)
 class FileState:
-    """What a file was when it had been written.
+    """The size and checksum of a file when it had been written.
 
     Attributes:
         crc32: of the whole file; with ``of_records``, of the checksums of its records, which ``torch.save`` writes into
-            it; ``None``: not computed.
-        of_records: the file is an archive of ``torch.save``.
+            the file; ``None``: not computed.
+        of_records: the file is an archive of ``torch.save`` with checksums.
     """
 
     size: int
@@ -52,7 +52,7 @@ class FileState:
 
     @staticmethod
     def of(path: Path, checksums: bool) -> FileState:
-        """Return what ``path`` is; its content is read only with ``checksums`` and where it has none itself."""
+        """Return the state of ``path``. Its content is read only with ``checksums``, and if it has none itself."""
         size = path.stat().st_size
         if _is_archive(path):
             with zipfile.ZipFile(path) as archive:
@@ -61,7 +61,7 @@ class FileState:
         return FileState(size, _crc_of(path) if checksums else None, of_records=False)
 
     def check(self, path: Path, contents: bool) -> None:
-        """Raise a ``DamageError`` where ``path`` is not what it was; not ``contents``: without reading it."""
+        """Raise a ``DamageError`` if ``path`` differs from this state. Its content is read only with ``contents``."""
         try:
             size = path.stat().st_size
         except OSError as error:
@@ -75,13 +75,13 @@ class FileState:
 
 
 def check_unlisted(path: Path, contents: bool) -> None:
-    """Compare ``path``, of which no manifest is known, with its own checksums; a ``DamageError`` where it differs."""
+    """Raise a ``DamageError`` if ``path``, which no manifest lists, differs from its own checksums."""
     if _is_archive(path):
         _check_archive(path, contents, None)
 
 
 def _is_archive(path: Path) -> bool:
-    """Return whether ``path`` is of ``torch.save``'s format, or was; a ``DamageError`` where it is empty."""
+    """Return whether ``path`` begins as an archive of ``torch.save``; a ``DamageError`` if it is empty."""
     with path.open("rb") as file:
         magic = file.read(len(_MAGIC))
     if not magic:
@@ -90,7 +90,7 @@ def _is_archive(path: Path) -> bool:
 
 
 def _check_archive(path: Path, contents: bool, saved: int | None) -> None:
-    """Compare an archive with its own checksums, and if ``saved`` is given, these with what they were."""
+    """Compare an archive with its own checksums, and these with ``saved``, if given."""
     try:
         with zipfile.ZipFile(path) as archive:
             if saved is not None and _crc_of_records(archive) != saved:
@@ -103,7 +103,7 @@ def _check_archive(path: Path, contents: bool, saved: int | None) -> None:
                         pass
     except DamageError:
         raise
-    except Exception as error:  # whatever zipfile says of bytes that are not its format
+    except Exception as error:  # zipfile may raise anything for damaged bytes
         raise _damaged(path, error) from None
 
 
@@ -131,11 +131,11 @@ class Manifest:
     """What one rank has written of a checkpoint.
 
     Attributes:
-        save: the id of the save, the same on all ranks and another in each save.
+        save: the unique id of the save, the same on all ranks.
         step: optimizer steps done.
         time: of the save, in seconds since 1970.
         is_complete: all files of this rank have been written.
-        files: by name, in the directory of the tag.
+        files: by name, relative to the directory of the tag.
     """
 
     save: str
@@ -147,7 +147,7 @@ class Manifest:
     files: dict[str, FileState] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:
-        """Write it to the ``directory`` of a tag, in the place of an earlier one, which is there until then."""
+        """Write the manifest to the ``directory`` of a tag. It replaces an earlier one atomically."""
         path = path_of(directory, self.rank)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1), encoding="utf-8")
@@ -155,7 +155,7 @@ class Manifest:
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """Return where the manifest of ``rank`` is, in the ``directory`` of a tag."""
+    """Return the path of the manifest of ``rank``, in the ``directory`` of a tag."""
     return directory / f"zerosync_rank_{rank}.json"
 
 
@@ -165,7 +165,7 @@ def ranks_in(directory: Path) -> list[int]:
 
 
 def read_any(directory: Path, rank: int) -> Manifest | None:
-    """Return the manifest of ``rank``, or another where it left none; ``None``: nobody has."""
+    """Return the manifest of ``rank``, or that of another rank if it left none; ``None``: there is no manifest."""
     if path_of(directory, rank).exists():
         return _read(directory, rank)
     others = ranks_in(directory)
@@ -191,10 +191,10 @@ def _read(directory: Path, rank: int) -> Manifest:
 
 
 def check(directory: Path, ranks: Iterable[int], contents: bool, shards: bool = True) -> None:
-    """Check what ``ranks`` have written to the ``directory`` of a tag, with ``shards`` the optimizer's, too.
+    """Check the files that ``ranks`` have written to the ``directory`` of a tag; optimizer shards only with ``shards``.
 
-    A ``DamageError``: the save was interrupted, or files are not as they were saved, or not of one save. Without
-    ``contents``, files are not read.
+    Raises a ``DamageError`` if the save was interrupted, or files have changed since, or are of different saves. Files
+    are read only with ``contents``.
     """
     manifests = [_read(directory, rank) for rank in ranks]
     for manifest in manifests:
@@ -214,7 +214,7 @@ def check(directory: Path, ranks: Iterable[int], contents: bool, shards: bool = 
 
 
 def check_whole(directory: Path, contents: bool) -> Manifest | None:
-    """:func:`check` what all ranks have written to the ``directory`` of a tag; ``None``: nobody has left a manifest."""
+    """:func:`check` the files of all ranks in the ``directory`` of a tag; ``None``: there is no manifest."""
     manifest = read_any(directory, 0)
     if manifest is not None:
         check(directory, range(manifest.ranks), contents)
@@ -222,9 +222,9 @@ def check_whole(directory: Path, contents: bool) -> Manifest | None:
 
 
 def newest_whole(directory: Path, tag: str) -> Path | None:
-    """Return the newest whole checkpoint, files not read, beside ``tag`` in ``directory``, or beside ``directory``.
+    """Return the newest whole checkpoint in ``directory``, or under the same ``tag`` in a sibling of ``directory``.
 
-    The latter under the same tag: where frameworks have a directory for each checkpoint.
+    Frameworks may have a directory per checkpoint, hence the siblings. The contents of files are not read.
     """
     beside = _folders(directory.absolute().parent) if tag else ()
     whole: dict[Path, float] = {}
@@ -243,7 +243,7 @@ def _folders(directory: Path) -> Iterator[Path]:
 
 
 def read_tag(file: Path) -> str:
-    """Return the tag that ``file``, such as ``latest``, names; a ``DamageError`` where it cannot be read."""
+    """Return the tag that ``file`` (as ``latest``) names; a ``DamageError`` if it cannot be read or is empty."""
     try:
         tag = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -26,9 +26,9 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 
 
 class EngineSave:
-    """This rank's part in what one engine saves.
+    """This rank's part of one engine's save.
 
-    ``checksums``: compute those of files that have none themselves. ``names_latest``: ``latest`` is to name the tag.
+    ``checksums``: compute checksums for files that contain none. ``names_latest``: write the tag to ``latest``.
     """
 
     def __init__(self, directory: Path, tag: str, step: int, checksums: bool, names_latest: bool) -> None:
@@ -40,9 +40,9 @@ class EngineSave:
         self._failed: Exception | None = None
 
     def begin(self, save: str, verifiable: bool) -> None:
-        """Mark what this rank has under this tag as incomplete, of the save with the id ``save``. Collective.
+        """Mark this rank's files under this tag as incomplete, of the save with the id ``save``. Collective.
 
-        ``verifiable``: files are on the disk when they have been written; else they will belong to no save.
+        ``verifiable``: files are on the disk once written. Otherwise the save has no manifest.
         """
         manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time())
 
@@ -52,7 +52,7 @@ class EngineSave:
                 manifest.write(self._folder)
             else:
                 path_of(self._folder, manifest.rank).unlink(missing_ok=True)
-            if manifest.rank == 0:  # of an earlier save by more ranks
+            if manifest.rank == 0:  # manifests of an earlier save by more ranks
                 for rank in ranks_in(self._folder):
                     if rank >= manifest.ranks:
                         path_of(self._folder, rank).unlink(missing_ok=True)
@@ -63,7 +63,7 @@ class EngineSave:
 
     @contextmanager
     def writing(self, path: str | None = None) -> Iterator[None]:
-        """Around the writing of a file. An error waits: the other ranks are on their way to DeepSpeed's barrier."""
+        """Wrap the writing of a file. An error is kept for later, as the other ranks go to DeepSpeed's barrier."""
         try:
             yield
         except Exception as error:
@@ -77,7 +77,7 @@ class EngineSave:
             raise self._failed
 
     def complete(self) -> None:
-        """Say of this rank's files that they are whole."""
+        """Complete the manifest of this rank, with the states of its files."""
         if self._manifest is not None:
             files = {
                 path.relative_to(self._folder).as_posix(): FileState.of(path, self._checksums) for path in self._written
@@ -85,7 +85,7 @@ class EngineSave:
             replace(self._manifest, is_complete=True, files=files).write(self._folder)
 
     def name_latest(self) -> None:
-        """Let ``latest`` name the checkpoint, which is whole; on the first rank."""
+        """Write the tag of the complete checkpoint to ``latest``, on the first rank."""
         if self._manifest is not None and self._manifest.rank == 0 and self._names_latest:
             temporary = self._directory / f"{LATEST}.tmp"
             temporary.write_text(self._tag, encoding="utf-8")
@@ -94,8 +94,6 @@ class EngineSave:
 
 @dataclass
 class _Save:
-    """One checkpoint: what one engine saves, or several in calls that belong together."""
-
     id: str = ""
     engines: list[EngineSave] = field(default_factory=list)
 
@@ -105,10 +103,10 @@ _current: _Save | None = None
 
 @contextmanager
 def one_save() -> Iterator[None]:
-    """Around calls that save one checkpoint on all ranks, with all else that belongs to it. Collective.
+    """Wrap the calls that save one checkpoint on all ranks, with all its parts. Collective.
 
-    It is whole at the end. Until then, and if anything is raised, loading it is refused. A ``CheckpointError`` on every
-    rank: one could not write.
+    The checkpoint is complete at the end. Until then, and if anything is raised, loading it is refused. If a rank could
+    not write, every rank raises a ``CheckpointError``.
     """
     global _current
     if _current is not None:
@@ -118,7 +116,7 @@ def one_save() -> Iterator[None]:
     failed: Exception | None = None
     try:
         yield
-    except (CheckpointError, RankError):  # so on the other ranks
+    except (CheckpointError, RankError):  # raised on the other ranks, too
         raise
     except Exception as error:
         if not _current.engines:
@@ -146,9 +144,9 @@ def one_save() -> Iterator[None]:
 
 @contextmanager
 def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
-    """Around what one engine saves. Collective.
+    """Wrap the save of one engine. Collective.
 
-    A ``CheckpointError`` on every rank: one could not write. On this rank alone, for any other error.
+    Every rank raises a ``CheckpointError`` if one could not write. Any other error raises it on this rank alone.
     """
     with one_save():
         assert _current is not None
@@ -158,7 +156,7 @@ def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
         engine.begin(_current.id, verifiable)
         try:
             yield
-        except Exception as error:  # it names neither the path nor the cause
+        except Exception as error:  # its text names neither the path nor the cause
             if isinstance(error, CheckpointError) or is_communication_error(error):
                 raise
             raise CheckpointError(f"Cannot {engine.what}: {in_words(error).rstrip(':. ')}. {UNWRITABLE}") from error

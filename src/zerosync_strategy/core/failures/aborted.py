@@ -1,9 +1,9 @@
 """What ranks have begun to send when a backward was aborted must not meet what they send next (W3).
 
-Off NCCL, tags tell them apart. NCCL matches collectives by their order alone: ranks that have aborted after different
-numbers of them would add up gradients of different windows, or take these for parameters. So they compare the numbers
-through the store, once, before they send anything else, by six requests of each rank at most, however long some rank
-takes. Where nothing was aborted, nothing is sent or waited for.
+Off NCCL, tags distinguish messages. NCCL matches collectives by their order alone: ranks that abort after different
+numbers of collectives would sum gradients of different windows, or take gradients for parameters. So the ranks compare
+these numbers through the store, once, before they send anything else. Each rank makes at most six requests, however
+long another rank takes. If nothing was aborted, nothing is sent or waited for.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ _numbers = count()
 
 
 class BegunCollectives:
-    """The reductions and gathers that this rank has begun in a window, to compare with the others' if it aborts it.
+    """Counts the reductions and gathers that this rank begins in a window, for a comparison if the window is aborted.
 
-    All ranks make as many of these objects, in one order.
+    All ranks make the same number of these objects in the same order.
     """
 
     def __init__(self, process_groups: Iterable[Any]) -> None:
         self._name = next(_numbers)
         self._groups = list(dict.fromkeys(process_groups))
-        self._expected = False  # from here on, another rank may have begun some
+        self._expected = False  # a rank may have begun some in this window
         self._begun: Counter[Any] = Counter()  # by process group
-        self._aborted: Counter[Any] | None = None  # those of an aborted window, until they are compared
+        self._aborted: Counter[Any] | None = None  # counts of an aborted window, until they are compared
         self._compared = 0
 
     def expect(self) -> None:
-        """Ranks may begin some from here on, or have, and not all the same."""
+        """Expect collectives in this window: ranks may have begun different numbers when it is aborted."""
         self._expected = True
 
     def add(self, process_group: Any) -> None:
-        """This rank begins one, which may be the first after an aborted window (:meth:`compare_aborted`)."""
+        """Count a collective that this rank begins; after an aborted window, :meth:`compare_aborted` first."""
         if self._aborted is not None:
             self.compare_aborted()
         self._begun[process_group] += 1
 
     def close(self) -> None:
-        """The window ends with all of them complete."""
+        """End the window, with all collectives complete."""
         self._expected = False
         self._begun.clear()
 
     def abort(self) -> None:
-        """The window ends anywhere."""
+        """End the window at any point."""
         if self._expected and self._aborted is None:
             self._aborted = self._begun.copy()
         self.close()
 
     def compare_aborted(self) -> None:
-        """Before the first collective after an aborted window: nothing of that one may meet it. A collective call.
+        """Compare the counts of an aborted window, before the first collective of the next one. Collective.
 
-        A ``RankError``: the numbers differ, or not all ranks have aborted within the timeout of a group.
+        Raises a ``RankError`` if the counts differ, or if not all ranks have aborted within the timeout of a group.
         """
         if self._aborted is None:
             return
@@ -81,8 +81,8 @@ def _require_same(window: str, begun: int, process_group: Any) -> None:
     if arrived == size:
         store.set(f"{key}/all", "")
     else:
-        with suppress(dist.DistStoreError):  # the time is over
-            store.clone().wait([f"{key}/all"], timedelta(seconds=timeout))  # a connection that nobody else waits for
+        with suppress(dist.DistStoreError):  # timed out
+            store.clone().wait([f"{key}/all"], timedelta(seconds=timeout))  # a connection of its own, as it blocks
         arrived = store.add(key, 0)
     others = size - store.add(f"{key}/{begun}", 0)
     if others == 0:

@@ -18,7 +18,7 @@ from zerosync_strategy.core.failures.words import ranks_text
 
 _SHOWN = 5
 _KINDS = 4
-"""Of so many kinds of ranks, one sends what it has."""
+"""Number of kinds (ranks with equal facts) of which one rank sends its facts."""
 _MISSING = "missing"
 _FAILED = "!"
 
@@ -28,8 +28,8 @@ Found = TypeVar("Found")
 def require_same(where: str, facts: Mapping[str, str], process_group: Any = None) -> None:
     """Compare ``facts`` over the ranks of ``process_group``. Collective.
 
-    If they differ, the first rank sends its facts, and one rank of each of the next kinds what it has otherwise. The
-    ``ValueError``, on every rank, names the facts that differ and which ranks have what; ``where`` leads it.
+    If they differ, the first rank sends its facts, and one rank of each further kind sends its differences. Every rank
+    raises a ``ValueError`` that begins with ``where`` and names the differing facts, their values and the ranks.
     """
     own = digest(repr(sorted(facts.items())))
     if is_alike(own, process_group):
@@ -50,7 +50,7 @@ def model_facts(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _fact(param: Any) -> str:
-    # How far DeepSpeed prefetches, and so what it gathers together, depends on all of these.
+    # DeepSpeed's prefetching, and so the grouping of gathers, depends on all of these.
     frozen = "" if param.requires_grad else " frozen"
     persistent = " persistent" if zero3.is_persistent(param) else ""
     group = zero3.process_group(param) or getattr(param, "zerosync_sharded_over", None)
@@ -59,15 +59,15 @@ def _fact(param: Any) -> str:
 
 
 def together(what: str, part: Callable[[], tuple[str, Found]], remedy: Callable[[], str]) -> Found:
-    """Call ``part`` on every rank; return what it returned beside its facts, if they are the same everywhere (K2).
+    """Call ``part`` on every rank; return its result, if its facts are the same on all ranks (K2). Collective.
 
-    Collective. A ``CheckpointError`` on every rank: one has failed, or the facts differ. An error of the communication
-    is raised as it is.
+    Every rank raises a ``CheckpointError`` if one has failed or the facts differ. Communication errors are raised
+    unchanged.
 
     Args:
-        what: all ranks do, for the error.
-        part: this rank's; returns its facts in words, and its result.
-        remedy: returns the end of the error, on every rank. May be collective.
+        what: what all ranks do, for the error.
+        part: returns this rank's facts as text, and its result.
+        remedy: returns the end of the error text, on every rank. May be collective.
     """
     result: list[Found] = []
     failed: Exception | None = None
@@ -92,7 +92,7 @@ def together(what: str, part: Callable[[], tuple[str, Found]], remedy: Callable[
 
 
 def _kinds(own: list[int], process_group: Any) -> list[list[int]]:
-    """Return the ranks of the first kinds, by the first of them: those with the same words. Collective."""
+    """Return the first kinds, each the list of the ranks with the same words. Collective."""
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank, words in enumerate(gather_words(own, process_group)):
         kinds.setdefault(tuple(words), []).append(rank)
@@ -100,7 +100,7 @@ def _kinds(own: list[int], process_group: Any) -> list[list[int]]:
 
 
 def _differences(facts: Mapping[str, str], kinds: Sequence[list[int]], process_group: Any) -> dict[str, list[str]]:
-    """Return, by name, the values of facts that differ between the first ranks of the kinds. Collective."""
+    """Return the differing facts by name, each with its values on the first ranks of the kinds. Collective."""
     first, *others = [ranks[0] for ranks in kinds]
     reference: dict[str, str] = broadcast_object(dict(facts), first, process_group)
     different = {
@@ -116,7 +116,7 @@ def _differences(facts: Mapping[str, str], kinds: Sequence[list[int]], process_g
 
 
 def _described(facts: Mapping[str, str], by_name: Mapping[str, list[str]], process_group: Any) -> dict[str, str]:
-    """Return the first facts of ``by_name``, each with its values and their ranks. Collective."""
+    """Return the text of the first facts of ``by_name``: values with their ranks. Collective."""
     shown = list(by_name)[:_SHOWN]
     of_ranks = gather_words([digest(facts.get(name, _MISSING))[0] for name in shown], process_group)
     described = {}

@@ -1,6 +1,6 @@
 """What a rank does, how it departs from what it did, and why ranks wait in vain: what a verdict goes by (W4).
 
-Values are what errors call them. Nothing is concluded from any other text.
+Values are the words of error texts. A verdict depends on no other text.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 
 class Doing(str, Enum):
-    """What a rank does in the engine, as far as verdicts tell it apart."""
+    """What a rank does in the engine, as far as verdicts distinguish it."""
 
     FORWARD = "the forward"
     BACKWARD = "the backward"
-    OWN_BACKWARD = "a backward"  # which the engine did not begin
+    OWN_BACKWARD = "a backward"  # not begun by the engine
     REDUCTION = "the reduction"
     STEP = "the optimizer step"
     GATHER = "the gather"
     UPDATES = "the gather of the updated parameters"
     GRADIENTS = "the gather of the gradients"
-    END = "the end of the training"  # where a frontend lets the ranks meet
+    END = "the end of the training"  # at a barrier of a frontend
     ELSE = ""
 
     def __str__(self) -> str:
@@ -29,12 +29,12 @@ class Doing(str, Enum):
 
     @property
     def is_of_step(self) -> bool:
-        """Whether every optimizer step has it."""
+        """Whether it is part of every optimizer step."""
         return self not in (Doing.END, Doing.ELSE)
 
 
 def doing_of(what: object) -> Doing:
-    """Return which an activity is, that may be one, have one as ``doing``, or be any other."""
+    """Return the :class:`Doing` of an activity: itself, its attribute ``doing``, or else ``ELSE``."""
     found = what if isinstance(what, Doing) else getattr(what, "doing", None)
     return found if isinstance(found, Doing) else Doing.ELSE
 
@@ -65,7 +65,7 @@ class Advice(Enum):
 
 
 class Departure(NamedTuple):
-    """How a rank does otherwise in this window than in its last one, and of which cause that is."""
+    """How a rank's window departs from its last one, and the cause that this implies."""
 
     cause: Cause
     text: str

@@ -11,7 +11,7 @@ CONVERT = (
     "For another number of ranks, DeepSpeed's ds_to_universal converts a checkpoint, to be loaded with 'checkpoint':"
     " {'load_universal': true}"
 )
-"""What to do where another number of ranks has written a checkpoint. These end without a full stop."""
+"""The remedy if another number of ranks has written a checkpoint. This and the next two end without a full stop."""
 AS_MANY = "Load it on as many ranks, or its weights alone (load_optimizer_states=False)"
 OTHER_SETUP = f"Was it written with another model, ZeRO stage, optimizer or number of ranks? {CONVERT}"
 HANDLE = (
@@ -19,14 +19,14 @@ HANDLE = (
     " trainer.strategy.zerosync; in Fabric, fabric.strategy.zerosync; under Accelerate,"
     " accelerator.deepspeed_engine_wrapped.zerosync"
 )
-"""What an example in an error calls so. It ends without a full stop."""
+"""What ``zerosync`` means in the code examples of errors. Ends without a full stop."""
 NOTHING_LOADED = "Nothing was loaded: every rank has what it had."
 HALF_LOADED = (
     f"{OTHER_SETUP}. On every rank, parts of the module, the optimizer and the counters may be replaced and others not:"
     " load another checkpoint before you go on, or build the engine anew."
 )
 
-# gloo raises plain RuntimeErrors. They begin with a place in its source, but for a connection that it has given up.
+# gloo raises plain RuntimeErrors. They begin with a place in its source, except for closed connections.
 _OF_GLOO = re.compile(
     r"\[(?:enforce fail at )?\S*\bgloo/\S+\.(?:cc|h):\d+\]"
     r"|Application timeout caused pair closure|Connection closed by peer \["
@@ -39,11 +39,11 @@ class RankError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read, on any rank: all ranks get it. ``__cause__`` has this rank's error."""
+    """A rank could not write or read a checkpoint; raised on all ranks. ``__cause__`` is this rank's own error."""
 
 
 class NothingReplaced(ValueError):
-    """A checkpoint was refused before anything of it was loaded."""
+    """A checkpoint was refused before any part of it was loaded."""
 
 
 def is_communication_error(error: BaseException) -> bool:
@@ -54,5 +54,5 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """Return the type of ``error`` and its text; of a :class:`CheckpointError` the text alone, which says enough."""
+    """Return the type and text of ``error``; for a :class:`CheckpointError` only the text."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

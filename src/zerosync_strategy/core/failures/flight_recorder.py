@@ -1,9 +1,9 @@
 """Torch's flight recorder: the last collectives that this process has issued.
 
 Torch records the last 2,000 collectives of NCCL and, in newer releases, of gloo (``TORCH_FR_BUFFER_SIZE``; 0 switches
-it off), with the process group, the number, sizes and the Python stack of each. NCCL has a recorder of its own; a
-process group that has both backends has its name in both, and numbers of its own in each. What is sent point to point
-on gloo is in none, so ZeroSync's own exchanges are not (``comm/waits.py`` has them).
+it off), each with its process group, number, sizes and Python stack. NCCL has a recorder of its own. A process group
+with both backends appears in both, under the same name and with separate numbers. Point-to-point messages on gloo are
+in neither, so ZeroSync's own exchanges are not recorded (``comm/waits.py`` tracks them).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LIBRARIES = (
     "/torch/", "/deepspeed/", "/lightning/", "/pytorch_lightning/", "/accelerate/", "/transformers/",
     "/zerosync_strategy/", "/contextlib.py", "/typing_extensions.py",
 )  # fmt: skip
-"""In the path of a file whose lines say nothing: it trains, whatever the program is."""
+"""Parts of the paths of training libraries, whose lines do not identify the program."""
 _PACKAGES = ("/site-packages/", "/dist-packages/")
-"""In the path of a file that is installed, and so not the program's own."""
+"""Parts of the paths of installed files, which are not the program's own."""
 _GROUPS = 4
-"""Of so many process groups the collectives are told, the last used first."""
+"""Most process groups whose collectives are reported, last used first."""
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
-"""Torch's functions that return what was recorded: NCCL's, which a build with NCCL has, and that of other backends."""
+"""Torch's functions that return the records: of NCCL, if built with it, and of other backends."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Recorded:
 
     Attributes:
         number: among the group's collectives, from 1.
-        name: torch's, with the backend's: ``"gloo:all_reduce"``.
+        name: torch's name, with the backend: ``"gloo:all_reduce"``.
         sizes: of its input.
-        line: of the program, that issued it.
-        label: ZeroSync's for it, where it is ZeroSync's; ``reduces``: it reduces gradients.
+        line: the line of the program that issued it.
+        label: ZeroSync's name for it, if ZeroSync issued it; ``reduces``: it reduces gradients.
     """
 
     group: str
@@ -60,8 +60,8 @@ class Recorded:
 def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
     """Return the innermost line of the program, as ``"train.py:24 main"``; empty if there is none.
 
-    Where another package is between, as one that logs parameters, its line comes first: ``"logger.py:156 log <
-    train.py:24 main"``. ``frames`` have path, line and function of each, the innermost first.
+    If another package is called in between, as a logger of parameters, its line is first: ``"logger.py:156 log <
+    train.py:24 main"``. ``frames`` are path, line and function, innermost first.
     """
     package = ""
     for path, line, function in frames:
@@ -74,14 +74,14 @@ def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
 
 
 def recorded() -> tuple[Recorded, ...]:
-    """Return, by process group, the last collective of this process, and the first that is not complete.
+    """Return the last collective of this process by process group, and the first incomplete one.
 
     Takes some 20 ms, and the first time up to a second.
     """
     bindings: Any = torch._C._distributed_c10d
     found = [pickle.loads(getattr(bindings, name)()) for name in _RECORDERS if hasattr(bindings, name)]
     entries = [entry for each in found for entry in each.get("entries", ())]
-    entries.sort(key=lambda entry: entry["time_created_ns"])  # stable: of one backend they stay in their order
+    entries.sort(key=lambda entry: entry["time_created_ns"])  # stable: keeps the order within a backend
     return _of_interest(entries, waits.labels_of_launched())
 
 
@@ -98,7 +98,7 @@ def _of_interest(
     incomplete: dict[tuple[str, bool], Mapping[str, Any]] = {}
     for entry in launched.values():
         group = entry["process_group"][0], _is_gloos(entry)
-        last.pop(group, None)  # the last used comes last
+        last.pop(group, None)  # keeps the last used group at the end
         last[group] = entry
         if not _is_complete(entry):
             incomplete.setdefault(group, entry)
@@ -115,7 +115,7 @@ def _is_gloos(entry: Mapping[str, Any]) -> bool:
 
 
 def _is_complete(entry: Mapping[str, Any]) -> bool:
-    # gloo's entries are "scheduled" for ever, and retired when the work is complete; NCCL's when it has timed out too.
+    # gloo's entries stay "scheduled", and are retired when the work is complete; NCCL's are also when it times out.
     return bool(entry["retired"]) if _is_gloos(entry) else entry["state"] == "completed"
 
 
@@ -123,6 +123,6 @@ def _named(entry: Mapping[str, Any], labels: Mapping[tuple[str, int], object]) -
     group, number = entry["process_group"][0], entry["collective_seq_id"]
     line = program_line((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
     sizes = " and ".join(str(size) for size in entry["input_sizes"][:3])
-    label = "" if _is_gloos(entry) else labels.get((group, number), "")  # of NCCL's, which alone are noted down
+    label = "" if _is_gloos(entry) else labels.get((group, number), "")  # labels are recorded for NCCL alone
     reduces = isinstance(label, waits.OfReduction)
     return Recorded(group, number, entry["profiling_name"], sizes, line, _is_complete(entry), str(label), reduces)

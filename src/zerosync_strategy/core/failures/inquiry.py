@@ -1,13 +1,13 @@
 """Asking all ranks what they are doing, over the process group's store, in as many store operations as ranks.
 
-Inquiries are numbered, and at most one is open. The first to ask in inquiry n collects, and whoever asks while it is
-open waits for the collector's summary. The keys:
+Inquiries are numbered, and at most one is open. The first rank to ask in inquiry n is its collector. Ranks that ask
+while it is open wait for the collector's summary. The keys:
 
-``closed``             the number of the open inquiry, or of the next.
-``asked/n/k``          how many have asked to be the k-th collector; the k-th follows where the one before has died.
+``closed``             the number of the open inquiry, or of the next one.
+``asked/n/k``          how many ranks have asked to be the k-th collector, which replaces one that has died.
 ``call/n/r``           wakes rank r's thread, which appends its state to ``answers/n``.
-``failed/r``           the state of rank r, which has stopped, or nothing.
-``summary/n``          the report on all ranks. Written after ``closed`` is n + 1: its readers open another inquiry.
+``failed/r``           the state in which rank r has stopped; empty if it has not.
+``summary/n``          the report on all ranks. Written once ``closed`` is n + 1, so its readers open another inquiry.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.words import Report, report
 
 ANSWER_SECONDS = 5.0
-"""How long a collector waits for answers, unless all that it misses have recorded a failure."""
+"""How long a collector waits for answers."""
 _STOPPED_SECONDS = 1.0
-"""How long it waits for those."""
+"""How long it waits if all missing ranks have recorded a failure."""
 _SETTLE_SECONDS = 0.5
-"""How long it waits for ranks that have answered, and are not waiting: their waits may just have failed, too."""
+"""How long it waits for a second answer of ranks that answered while not waiting: their waits may fail just now."""
 _SUMMARY_SECONDS = 8.0
-"""How long the others wait for the collector; more than it needs."""
+"""How long other ranks wait for the collector's summary; more than it needs."""
 _COLLECTORS = 2
 _PREFIX = "zerosync/rank_status"
 _NEVER = timedelta(days=10_000)
 
 
 class Inquiries:
-    """Asks all ranks, and has a thread that answers for this one with its ``state``.
+    """Asks all ranks, and runs a thread that answers other ranks with the ``state`` of this one.
 
-    Then it calls ``heard`` with what waits for the summary and returns it.
+    After an answer, the thread calls ``heard`` with a function that waits for the summary and returns it.
 
-    A ``RuntimeError`` where the ``store`` of the process group cannot be shared.
+    Raises a ``RuntimeError`` if the ``store`` of the process group cannot be shared.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Inquiries:
         self._ranks = range(world_size)
         self._state, self._heard = state, heard
         self._ended = False
-        # One connection each: while one waits, nobody else can use it.
+        # Two connections, because a connection is blocked while a thread waits on it.
         self._store: Any = PrefixStore(_PREFIX, store.clone())
         listening: Any = PrefixStore(_PREFIX, store.clone())
-        self.record_failure(None)  # a store that outlives a restart has the earlier failures,
+        self.record_failure(None)  # a store that outlives a restart still has earlier failures,
         self._number = self._open_number()  # inquiries,
         with suppress(RuntimeError):  # and perhaps a call that was never answered
             self._store.delete_key(f"call/{self._number}/{rank}")
@@ -68,14 +68,14 @@ class Inquiries:
         self._thread.start()
 
     def record_failure(self, stopped: RankState | None) -> None:
-        """Write why this rank has stopped, for the ranks that will miss it; ``None`` if it goes on."""
+        """Write the state in which this rank has stopped, for ranks that will wait for it; ``None``: it continues."""
         with suppress(RuntimeError):  # the store may be gone
             self._store.set(f"failed/{self._rank}", "" if stopped is None else json.dumps(stopped.encode()))
 
     def end(self) -> None:
-        """End the thread, and with it its connection.
+        """End the thread and its connection.
 
-        A thread that comes back from the store while Python ends would abort the process.
+        A thread that returns from the store while Python ends would abort the process.
         """
         self._ended = True
         with suppress(RuntimeError):  # the store may be gone, and the thread with it
@@ -83,7 +83,7 @@ class Inquiries:
         self._thread.join(timeout=1.0)
 
     def _open_number(self) -> int:
-        return int(self._store.compare_set("closed", "", "0"))  # which sets it only if there is none
+        return int(self._store.compare_set("closed", "", "0"))  # sets it only if the key does not exist
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 
@@ -98,9 +98,9 @@ class Inquiries:
                 self._answer(self._store, number)
                 with suppress(RuntimeError):
                     return _summary(self._store, number)
-        except RuntimeError:  # the store ends with the rank that has it
+        except RuntimeError:  # the store ends with the rank that hosts it
             return report(list(states.values()))
-        with suppress(RuntimeError):  # a store that ends leaves what was read
+        with suppress(RuntimeError):  # if the store ends, the answers read so far are used
             self._store.multi_set([f"call/{number}/{rank}" for rank in self._ranks], [""] * len(self._ranks))
             self._read_answers(number, states)
         found = report(list(states.values()))
@@ -110,10 +110,10 @@ class Inquiries:
         return found
 
     def _read_answers(self, number: int, states: dict[int, RankState]) -> None:
-        """Put into ``states`` what the other ranks say, as it comes in."""
+        """Collect the answers of the other ranks into ``states``."""
         began, missing = time.monotonic(), set(self._ranks) - {self._rank}
         settled = False
-        # Many ranks that fail together fail within a second: the first look is late enough for one inquiry to do.
+        # Ranks that fail together do so within a second. The first look is late enough for a single inquiry to suffice.
         pause = min(max(0.05, len(self._ranks) / 1000), 0.5)
         while missing or not settled:
             time.sleep(pause)
@@ -133,7 +133,7 @@ class Inquiries:
                 return
 
     def _read_failures(self, ranks: set[int]) -> dict[int, RankState]:
-        """Return what those of ``ranks`` have written that have stopped."""
+        """Return the states that stopped ranks among ``ranks`` have written."""
         written = read_keys(self._store, {rank: f"failed/{rank}" for rank in sorted(ranks)})
         return {rank: RankState.decode(json.loads(text)) for rank, text in written.items() if text}
 
@@ -141,13 +141,13 @@ class Inquiries:
 
     def _listen(self, store: Any) -> None:
         with suppress(RuntimeError):  # the store is gone, and with it the run
-            # Whoever ends this sets ``_ended`` before it reads ``_number``, so one of the two checks sees it.
+            # end() sets ``_ended`` before it reads ``_number``, so one of the two checks sees it.
             while not self._ended:
                 store.wait([f"call/{self._number}/{self._rank}"], _NEVER)
                 if self._ended:
                     return
                 self._answer(store, self._number)
-                with suppress(RuntimeError):  # the collector has ended; another asks, or nobody
+                with suppress(RuntimeError):  # the collector has died; another rank may ask, or none
                     self._heard(partial(_summary, store, self._number))
                 self._number += 1
 
@@ -156,13 +156,13 @@ class Inquiries:
 
 
 def _summary(store: Any, number: int) -> Report:
-    """Wait for the report of an inquiry; a ``RuntimeError`` where none comes."""
+    """Wait for the report of an inquiry; a ``RuntimeError`` if it is not written in time."""
     store.wait([f"summary/{number}"], timedelta(seconds=_SUMMARY_SECONDS))
     return Report(*json.loads(store.get(f"summary/{number}")))
 
 
 def read_keys(store: Any, keys: dict[int, str]) -> dict[int, str]:
-    """Return the texts of those ``keys`` that the store has: a rank that has never come so far has none."""
+    """Return the texts of the ``keys`` that exist in the store. A rank that never wrote its key is left out."""
     if keys and not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
     texts = store.multi_get(list(keys.values())) if keys else ()

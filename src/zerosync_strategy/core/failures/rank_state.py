@@ -3,13 +3,13 @@
 The phases of a rank:
 
 ========  ================================================  ====================================  =================
-phase     begins with                                       what the others are told              goes on to
+phase     begins with                                       what it reports to other ranks        next phases
 ========  ================================================  ====================================  =================
-RUNNING   the first activity, or the next after an error    what its main thread does, on asking  all but STOPPED
-LOST      an error of its communication                     where that was; then the verdict too  STOPPED
+RUNNING   the first activity, or the next after an error    on demand, what its main thread does  all but STOPPED
+LOST      a communication error on this rank                its place; later also the verdict     STOPPED
 STOPPED   the ``RankError`` that it raises for that         that it has lost the others           RUNNING
-FAILED    an exception of its own                           the exception, and where              RUNNING
-GONE      no answer                                         nothing                               another rank's view
+FAILED    an exception of its own                           the exception and its place           RUNNING
+GONE      no answer, in another rank's view                 nothing                               none
 ========  ================================================  ====================================  =================
 """
 
@@ -44,26 +44,24 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class RankState:
-    """Where one rank is.
+    """The state of one rank.
 
     Attributes:
         phase: whether it runs, and if not, why.
-        failure: why it has stopped: its exception and where that was raised, or what it was in when it lost the others.
-        activity: what it does in ZeroSync's words; empty outside of the engine. ``doing``: which of what is told apart.
+        failure: why it has stopped: its exception and activity, or the activity in which it lost the others.
+        activity: what it does in ZeroSync's words; empty outside of the engine. ``doing``: the same for verdicts.
         seconds: since the activity began, or -1.
-        call: of ``torch.distributed``, that its main thread runs.
-        position: how far it has come, in words.
-        progress: the ``StepMeter`` of its engine, which is read from another thread, too; or ``None``.
+        call: the function of ``torch.distributed`` that its main thread runs.
+        position: its progress, in words.
         waits_for: what it waits for, or has waited for in vain; empty if it does not wait for other ranks.
-        reduces: that is a reduction of gradients.
-        steps: optimizer steps done, or -1 where that is not known.
+        reduces: ``waits_for`` is a reduction of gradients.
+        steps: optimizer steps done, or -1 if unknown.
         backward: the backward of the window that it is in, or that its forward leads to; 0 before the first.
-        module: whose code runs, or that a gather is for.
+        module: the module whose code runs, or for which it gathers.
         line: of the program.
-        departure: how it does otherwise in this window than in its last one; ``departs_by``: of which cause that is.
-        recorded: of each process group, the last collective in torch's flight recorder, and the first that is not
-            complete.
-        verdict: that it has told, and stopped. ``advises``: that says what to do.
+        departure: how this window departs from the last one; ``departs_by``: the cause that this implies.
+        recorded: by process group, the last collective in torch's flight recorder, and the first incomplete one.
+        verdict: the verdict with which it has stopped. ``advises``: the verdict contains its own advice.
     """
 
     rank: int
@@ -90,14 +88,14 @@ class RankState:
 
     @property
     def pending(self) -> Recorded | None:
-        """The first collective in torch's flight recorder that is not complete."""
+        """The first incomplete collective in torch's flight recorder."""
         return next((each for each in self.recorded if not each.complete), None)
 
     def with_pending(self) -> RankState:
-        """Return the state with what torch's flight recorder has as waited for, where ZeroSync's words have nothing.
+        """Fill ``waits_for`` from torch's flight recorder, if ZeroSync does not know what the rank waits for.
 
-        On NCCL the host waits in no collective. A gloo collective that is not complete may be waited for by nobody, so
-        it counts only where nothing else is known of the rank.
+        On NCCL, the host does not wait in collectives. It may be that nothing waits for an incomplete gloo collective,
+        so it counts only if nothing else is known of the rank.
         """
         pending = self.pending
         if pending is None or self.waits_for or self.phase is Phase.FAILED:
@@ -107,7 +105,7 @@ class RankState:
         return replace(self, waits_for=pending.text, reduces=pending.reduces, line=self.line or pending.line)
 
     def encode(self) -> dict[str, Any]:
-        """Return the fields that say something, for JSON."""
+        """Return the fields that differ from their defaults, for JSON."""
         return {"rank": self.rank} | {
             name: value for name, value in asdict(self).items() if value != getattr(RankState, name, None)
         }
@@ -127,16 +125,16 @@ def observe(
     """Return the state of this process.
 
     Args:
-        activities: of its main thread, the innermost last, each with the time when it began.
-        frame: of the main thread, the innermost, or the one that has raised.
-        position: how far it has come, in words.
-        progress: the ``StepMeter`` of its engine, which is read from another thread, too; or ``None``.
-        failed: the main thread has waited, in vain.
-        with_recorder: look into torch's flight recorder, which takes some 20 ms.
+        activities: of the main thread, innermost last, each with its start time.
+        frame: the innermost frame of the main thread, or the frame that has raised.
+        position: the progress, in words.
+        progress: the ``StepMeter`` of its engine, which is also read from another thread; or ``None``.
+        failed: the main thread has waited in vain.
+        with_recorder: read torch's flight recorder, which takes some 20 ms.
     """
     whats = [what for what, _ in activities]
     doings = list(map(doing_of, whats))
-    # What autograd has called has lost its callers when it has raised; the program is still above who looks.
+    # An exception from autograd's callbacks loses the frames of their callers. The program is still above this call.
     line = _program_line(frame) or (_program_line(sys._getframe()) if failed else "")
     gather: Any = next((what for what in whats[::-1] if doing_of(what) is Doing.GATHER), None)
     waits_for = str(gather) if gather else waits.describe_wait(frame, failed)
@@ -161,7 +159,7 @@ def observe(
 
 
 def frame_of(error: BaseException) -> FrameType | None:
-    """Return the frame that has raised ``error``."""
+    """Return the innermost frame of the traceback of ``error``."""
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -173,7 +171,7 @@ def _program_line(frame: FrameType | None) -> str:
 
 
 def _running_modules(frame: FrameType | None) -> Iterator[torch.nn.Module]:
-    """Yield the modules whose forward runs, the innermost first."""
+    """Yield the modules whose forward runs, innermost first."""
     for each in _outwards(frame):
         if each.f_code.co_name == "_call_impl" and isinstance(module := each.f_locals.get("self"), torch.nn.Module):
             yield module

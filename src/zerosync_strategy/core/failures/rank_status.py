@@ -1,7 +1,7 @@
 """An error with lines that say what each rank was doing when communication failed (W4).
 
-Nothing is sent while communication works. Each process has a thread that sleeps on a key of the process group's store.
-A rank whose communication fails, or that waits in vain (``watch``), wakes all of them, and they write what their own
+Nothing is sent while communication works. In each process, a thread sleeps on a key of the process group's store. A
+rank whose communication fails, or that waits in vain (``watch``), wakes all these threads, and each writes what its own
 process is doing (``inquiry``). A rank that raises another error writes it to the store first.
 """
 
@@ -31,21 +31,21 @@ from zerosync_strategy.core.failures.words import Report, error_text, report
 
 
 class RankStatus:
-    """What this process is doing, for the others to read in the ``store`` when one of them is in trouble.
+    """What this process is doing, and its report to other ranks through the ``store`` when one of them fails.
 
-    After ``patience`` seconds in which nothing has come on, one of them is; zero: whatever comes.
+    ``patience``: seconds without progress after which a rank asks the others; zero: no watch.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: float = 0) -> None:
         self._rank = rank
-        self._activities: list[tuple[object, float]] = []  # the innermost last, each with the time when it began
+        self._activities: list[tuple[object, float]] = []  # innermost last, each with its start time
         self._position = "before its first optimizer step"
         self._progress: Callable[[], Any] = lambda: None
-        self._moves = 0  # of the main thread, from activity to activity
-        self._stopped: RankState | None = None  # while it is LOST, STOPPED or FAILED: what the others are told
+        self._moves = 0  # of the main thread, into or out of an activity
+        self._stopped: RankState | None = None  # the reported state, while LOST, STOPPED or FAILED
         self._main = threading.main_thread().ident or 0
         self._inquiries: Inquiries | None = None
-        with suppress(RuntimeError):  # a store that cannot be shared; errors then speak of this rank alone
+        with suppress(RuntimeError):  # a store that cannot be shared; then errors describe this rank only
             self._inquiries = Inquiries(store, rank, world_size, self._state, self._heard)
         self._watch: HangWatch | None = None
         if self._inquiries is not None and world_size > 1 and patience > 0:
@@ -55,12 +55,12 @@ class RankStatus:
     def activity(
         self, what: object, position: Callable[[], str] | None = None, progress: Any = None
     ) -> AbstractContextManager[None]:
-        """Around what may communicate; a ``RankError`` in place of an error of the communication.
+        """Wrap what may communicate; replaces a communication error by a ``RankError``.
 
         Args:
-            what: this rank does; its text is asked for when something fails.
-            position: returns how far the rank has come; without it, as before.
-            progress: says it for the verdict; without it, as before.
+            what: what this rank does; converted to text only when something fails.
+            position: returns the rank's progress in words; ``None``: unchanged.
+            progress: the progress for the verdict (a ``StepMeter``); ``None``: unchanged.
         """
         return _Activity(self, what, position, progress)
 
@@ -68,14 +68,14 @@ class RankStatus:
         if position is not None:
             self._position = position()
         if progress is not None:
-            self._progress = weakref.ref(progress)  # an engine is not kept by it
+            self._progress = weakref.ref(progress)  # weak, so as not to keep the engine
         if self._stopped is not None:
             self._stop(None)
         self._moves += 1
         self._activities.append((what, time.monotonic()))
 
     def _raised(self, what: object, error: BaseException) -> None:
-        """In ``what``; an error of the communication becomes a ``RankError``."""
+        """Record an ``error`` in ``what``; a communication error is raised as a ``RankError``."""
         if isinstance(error, RankError) or not isinstance(error, Exception):
             return
         if is_communication_error(error):
@@ -91,13 +91,13 @@ class RankStatus:
             self._position = position()
 
     def record_failure(self, why: str, error: BaseException | None = None, goes_on: bool = True) -> None:
-        """Write to the store ``why`` this rank stops, for the ranks that will miss it.
+        """Write to the store ``why`` this rank stops, for the ranks that will wait for it.
 
-        Without an ``error``, its own or one of the communication, it has lost the others. ``goes_on``: the program may
-        catch the error; torch's flight recorder, which takes time, is not asked then.
+        Without an ``error``, or with a communication error, the rank has lost the others. ``goes_on``: the program may
+        catch the error; then torch's flight recorder is not read, because that takes time.
         """
         if self._stopped is not None and self._stopped.phase is not Phase.LOST:
-            return  # the first, from the innermost activity, says most
+            return  # the first record, from the innermost activity, is the most specific
         waited = error is not None and is_communication_error(error)
         frame = None if error is None else frame_of(error)
         state = self._stopped or self._observe(frame, failed=waited, with_recorder=not goes_on)
@@ -107,21 +107,21 @@ class RankStatus:
             self._stop(replace(state, phase=Phase.FAILED, failure=why, seconds=-1, waits_for=""))
 
     def _stop(self, state: RankState | None) -> None:
-        """Tell the others ``state``, in which this rank has stopped; ``None``: it goes on."""
+        """Report the ``state`` in which this rank has stopped; ``None``: it continues."""
         self._stopped = state
         if self._inquiries is not None:
             self._inquiries.record_failure(state)
 
     def describe(self, what: str, error: BaseException) -> str:
-        """Return what the ranks are doing after ``error`` of the communication in ``what``. Takes some five seconds."""
+        """Return the error text for a communication ``error`` in ``what``. Takes some five seconds."""
         self._stopped = lost = self._observe(frame_of(error), failed=True)
         found = report([lost]) if self._inquiries is None else self._inquiries.ask()
-        # A rank that asks when this one has stopped is to hear why: others have stopped since, for want of it.
+        # A rank that asks later gets this verdict: by then, other ranks may have stopped because this one did.
         self._stopped = replace(lost, verdict=found.verdict, advises=found.advises)
         return error_text(self._rank, what, self._position, error, found)
 
     def uncaught(self, error: object) -> None:
-        """The program ends with ``error``, if that is an exception."""
+        """Record that the program ends with ``error``, if that is an exception."""
         if isinstance(error, Exception):
             self.record_failure(f"{type(error).__name__} outside of the engine", error, goes_on=False)
 
@@ -130,7 +130,7 @@ class RankStatus:
         self.end()
 
     def end(self) -> None:
-        """Answer no more, and let go of the store. A second call does nothing."""
+        """End the threads and release the store. A second call does nothing."""
         atexit.unregister(self._exit)
         if self._watch is not None:
             self._watch.end()
@@ -142,12 +142,12 @@ class RankStatus:
         return bool(self._state().with_pending().waits_for)
 
     def _heard(self, summary: Callable[[], Report]) -> None:
-        """Another rank has asked all; what it finds, a rank that waits as long prints, too."""
+        """Print the report of another rank's inquiry, if this rank has waited as long."""
         if self._watch is not None and self._watch.is_stuck():
             self._watch.tell(summary())
 
     def _state(self) -> RankState:
-        # No variable for the frame: it may be this one, which would then keep itself.
+        # No variable holds the frame: it may be this function's own, and would then refer to itself.
         return self._stopped or self._observe(sys._current_frames().get(self._main))
 
     def _observe(self, frame: FrameType | None, **how: bool) -> RankState:
@@ -155,7 +155,7 @@ class RankStatus:
 
 
 class _Activity(AbstractContextManager[None]):
-    """What :meth:`RankStatus.activity` returns; a generator would cost each gather more."""
+    """The context of :meth:`RankStatus.activity`. A class, because a generator would cost each gather more."""
 
     def __init__(self, status: RankStatus, what: object, position: Callable[[], str] | None, progress: Any) -> None:
         self._status, self._what, self._position, self._progress = status, what, position, progress
@@ -171,11 +171,11 @@ class _Activity(AbstractContextManager[None]):
             self._status._end(self._position)
 
 
-_current: tuple[Callable[[], Any], RankStatus] | None = None  # with a reference to its group that does not keep it
+_current: tuple[Callable[[], Any], RankStatus] | None = None  # with a weak reference to its process group
 
 
 def rank_status() -> RankStatus:
-    """Return the status of this process in its default process group. That of an earlier one ends."""
+    """Return the status of this process in its default process group. The status of an earlier group ends."""
     global _current
     group = dist.distributed_c10d._get_default_group()
     if _current is None or _current[0]() is not group:

@@ -1,8 +1,8 @@
 """What is concluded from the states of all ranks: one verdict, on the cause (W4). ``words.py`` puts it into a sentence.
 
-In this order: a rank that has raised an exception of its own; one whose process has ended; one that does not
-communicate while others wait for it; where all wait, but not for the same, one that departs from its own last window,
-or else those that are fewer than the rest. Two ranks of which neither departs are both named.
+The verdict names the first of these that exists: a rank that has raised an exception of its own; a rank whose process
+has ended; a rank that does not communicate while others wait for it. If all ranks wait, but for different things: a
+rank that departs from its own last window, or else the minority. Of two ranks without a departure, both are named.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from zerosync_strategy.core.failures.rank_state import Phase, RankState
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why ranks wait in vain: because of those ``chosen``.
+    """Why ranks wait in vain.
 
     Attributes:
-        others: those that wait for them.
-        shown: of what ``chosen`` do, where ``cause`` is what follows from all; ``None``: the same.
-        departed: they do otherwise than in their own last window.
-        states: of all ranks, where these say more.
-        told: the verdict that a rank has told before, with its advice.
+        chosen: the ranks that the verdict names as the cause.
+        others: the ranks that wait for them.
+        shown: the cause that describes what ``chosen`` do, if it differs from ``cause``.
+        departed: ``chosen`` depart from their own last window.
+        states: of all ranks, if the sentence needs them.
+        told: an earlier verdict that a rank has reported already, with its advice.
     """
 
     cause: Cause
@@ -42,7 +43,7 @@ class Verdict:
 
 
 def judge(states: Sequence[RankState]) -> Verdict | None:
-    """Return the verdict on the ranks of a job, or ``None`` where none of them waits, has failed or is gone."""
+    """Return the verdict on the ranks of a job; ``None`` if none of them waits in vain, has failed or is gone."""
     states = [state.with_pending() for state in states]
     verdict = _judge(states)
     if verdict is None or verdict.cause not in (Cause.ENDED, Cause.ELSEWHERE, Cause.OTHER_CALL):
@@ -92,7 +93,7 @@ def _all_wait(states: Sequence[RankState]) -> Verdict:
 
 
 def _reduce_apart(states: Sequence[RankState]) -> bool:
-    """Whether ranks reduce in different backwards of one window, or one does while others are in the step."""
+    """Return whether ranks reduce in different backwards of one window, or some do while others are in the step."""
     if len({state.steps for state in states}) > 1:
         return False
     reducing = {state.backward for state in states if state.reduces}
@@ -101,7 +102,7 @@ def _reduce_apart(states: Sequence[RankState]) -> bool:
 
 
 def _same_call(states: Sequence[RankState]) -> Verdict:
-    """All wait for the same: only sizes may differ, which torch's flight recorder has."""
+    """Return the verdict if all wait for the same: only sizes can differ, as torch's flight recorder shows."""
     by_what = grouped(states, lambda state: _what(state.pending))
     if len(by_what) > 1 and all(state.pending for state in states):
         chosen = by_what[0] if len(by_what[0]) < len(by_what[1]) else list(states)
@@ -114,7 +115,7 @@ def _what(recorded: Recorded | None) -> Hashable:
 
 
 def grouped(states: Iterable[RankState], key: Callable[[RankState], Hashable]) -> list[list[RankState]]:
-    """Return the states by ``key``: the smallest groups first, those of one size by rank."""
+    """Return the states grouped by ``key``: smallest groups first, groups of the same size by rank."""
     groups: dict[Hashable, list[RankState]] = {}
     for state in states:
         groups.setdefault(key(state), []).append(state)

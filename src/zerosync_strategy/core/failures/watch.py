@@ -1,14 +1,14 @@
 """A verdict on a hang before the process group's timeout ends the process, on whatever backend (W4).
 
-On NCCL the host waits in no collective: where ranks wait for each other in vain, nothing of theirs runs until torch's
-watchdog ends the process. A thread looks whether the main thread has come anywhere. Where it has not for half of the
-timeout, and waits for other ranks, all ranks are asked, and this one prints what is found. Nothing is sent before.
+On NCCL, the host does not wait in collectives. If ranks wait for each other in vain, no error is raised until torch's
+watchdog ends the process. So a thread observes whether the main thread makes progress. If it makes none for half of the
+timeout and waits for other ranks, this rank asks all ranks and prints the report. Nothing is sent before.
 
 ::
 
-    moving --- nothing for ``patience`` seconds, and it waits for others ---> told
-      ^                                                                        |
-      +------------------------- the main thread moves ------------------------+
+    moving --- no progress for ``patience`` seconds, and it waits for others ---> reported
+      ^                                                                             |
+      +---------------------------- the main thread moves --------------------------+
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from collections.abc import Callable
 from zerosync_strategy.core.failures.words import Report
 
 LEAST_SECONDS = 30.0
-"""Sooner nobody is asked; a process group with a shorter timeout has its error soon enough."""
+"""Least patience. A process group with a shorter one has no watch, because its error comes soon enough."""
 _LOOKS = 10
-"""For each ``patience``."""
+"""Number of looks in ``patience`` seconds."""
 
 
 class HangWatch:
-    """Watches the main thread of this process, which has not moved where ``moves`` returns the same number.
+    """Watches the main thread of this process, which has not moved if ``moves`` returns the same number again.
 
-    ``waits`` says whether it waits for other ranks now, which may take a second, and ``ask`` what all ranks do.
+    ``waits`` returns whether it waits for other ranks now, and may take a second. ``ask`` returns the report.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HangWatch:
                 self.tell(self._ask())
 
     def is_stuck(self) -> bool:
-        """Return whether the main thread waits for others, has not moved for long, and nobody was told."""
+        """Return whether the main thread waits for others and has not moved for long, and this is not reported yet."""
         moves = self._moves()
         with self._lock:
             if moves != self._last:
@@ -59,7 +59,7 @@ class HangWatch:
         return not self._told and time.monotonic() - self._since >= self._patience and self._waits()
 
     def tell(self, found: Report) -> None:
-        """Print what ranks do, once while the main thread stands still."""
+        """Print the report, once until the main thread moves again."""
         with self._lock:
             if self._told:
                 return

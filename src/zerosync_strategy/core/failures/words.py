@@ -13,7 +13,7 @@ from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.verdict import Verdict, grouped, judge
 
 _ONE_EACH = 8
-"""Up to so many ranks have a line each."""
+"""Up to this number of ranks, each has its own line."""
 _LINES = 20
 _RUNS = 8
 _CHARACTERS = 400
@@ -35,16 +35,16 @@ _ADVICE = (
     " (`if rank == 0:`), and under ZeRO-3 run the same modules in the same order, unless all parameters are"
     " held (param_memory_budget='all'). A rank that is only slow needs a longer timeout of the process group."
 )
-"""What to do, where the verdict does not say it."""
+"""The general advice, for verdicts without their own."""
 
 
 class Report(NamedTuple):
-    """What was found of all ranks, for an error.
+    """The report on all ranks, for an error.
 
     Attributes:
-        verdict: the sentence; empty where there is none.
+        verdict: a sentence; empty if there is no verdict.
         lines: on the ranks.
-        advises: the verdict says what to do.
+        advises: the verdict contains its own advice.
     """
 
     verdict: str
@@ -57,7 +57,7 @@ class Report(NamedTuple):
 
 
 def report(states: Sequence[RankState]) -> Report:
-    """Return the verdict on the ranks of a job, and what each of them does."""
+    """Return the verdict on the ranks of a job, and the lines on what they do."""
     verdict = judge(states)
     if verdict is None:
         return Report("", lines_of(states))
@@ -65,9 +65,9 @@ def report(states: Sequence[RankState]) -> Report:
 
 
 def error_text(rank: int, what: str, position: str, error: BaseException, found: Report) -> str:
-    """Return the text of the error of a ``rank`` that has lost the others in ``what``, by ``error``."""
+    """Return the error text for a ``rank`` whose communication failed with ``error`` in ``what``."""
     first = str(error).strip().partition("\n")[0]
-    first = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0].rstrip(".")  # without the place in gloo's source
+    first = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0].rstrip(".")  # removes the place in gloo's source
     begin = f"Rank {rank} lost the other ranks in {what}, {position}: {first}.\n{found.text}"
     return begin if found.advises else f"{begin}\n{_ADVICE}"
 
@@ -111,10 +111,10 @@ def _did(verdict: Verdict, state: RankState) -> str:
 
 
 def _numbers(states: Sequence[RankState]) -> str:
-    """Return, where torch's flight recorder has ranks at different collectives of one group, at which they are."""
+    """Return at which collective each rank is, if torch's flight recorder shows different ones in one group."""
     last: dict[str, dict[int, Recorded]] = {}
     for state in states:
-        for each in state.recorded[::-1]:  # of each group the last comes first
+        for each in state.recorded[::-1]:  # reversed, so that the last collective of a group overwrites
             last.setdefault(each.group, {})[state.rank] = each
     for of_group in last.values():
         if len({each.number for each in of_group.values()}) > 1:
@@ -129,7 +129,6 @@ def _recorded(recorded: Recorded | None) -> str:
 
 
 def _place(state: RankState) -> str:
-    """Return its window, backward, module and line, as far as they are known."""
     known = [
         f"window {state.steps + 1}" if state.steps >= 0 else "",
         f"backward {state.backward}" if state.backward else "",
@@ -143,10 +142,10 @@ def _place(state: RankState) -> str:
 
 
 def lines_of(states: Iterable[RankState]) -> list[str]:
-    """Return a line per rank, or for many ranks at most 20, each for the ranks that say the same: the few first.
+    """Return a line per rank. For many ranks, return at most 20 lines, one per group of equal states, smallest first.
 
-    Times never keep ranks apart. Counts of steps and backwards do while the lines suffice, and else are ranges; then
-    all numbers are.
+    Times never separate groups. Counts of steps and backwards separate them while the lines suffice, and are merged to
+    ranges otherwise; as a last resort, so are all numbers.
     """
     states = sorted(states, key=lambda state: state.rank)
     if len(states) <= _ONE_EACH:
@@ -182,15 +181,15 @@ def _line(group: Sequence[RankState]) -> str:
 
 
 def _merged(group: Sequence[RankState]) -> str:
-    """Return the line of ranks whose parts differ in numbers only, or in that one has no time."""
+    """Return one line for ranks whose parts differ only in numbers, or in having a time."""
     parts = map(_with_ranges, zip(*(_parts(state) for state in group), strict=True))
     return " ".join("".join(parts).split())[:_CHARACTERS]
 
 
 def _with_ranges(texts: Sequence[str]) -> str:
-    """Return texts that differ in their numbers only as one, with ranges for the numbers that differ."""
+    """Merge texts that differ only in numbers into one, with ranges for the numbers that differ."""
     if len({_NUMBER.sub("", text) for text in texts}) > 1:
-        return ""  # times: one rank gives none
+        return ""  # times, of which one rank has none
     numbers = zip(*(map(int, _NUMBER.findall(text)) for text in set(texts)), strict=True)
     ranges = iter(
         [f"{min(of_all)}" if len(set(of_all)) == 1 else f"{min(of_all)} to {max(of_all)}" for of_all in numbers]
@@ -203,7 +202,7 @@ def _ranks_of(states: Sequence[RankState]) -> str:
 
 
 def _parts(state: RankState) -> tuple[str, str, str, str]:
-    """Return what it does, for how long, how far it has come, and where its program is."""
+    """Return the rank's activity, its duration, its progress, and the line of its program."""
     doing = f"in {state.activity}" if state.activity else "outside of the engine"
     doing += f", calling torch.distributed.{state.call}()" if state.call else ""
     if state.failure:

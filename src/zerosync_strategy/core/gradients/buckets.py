@@ -1,12 +1,12 @@
 """Gradient buckets: which gradients are reduced together, and when.
 
-What is reduced when is the same on every rank without a message (W4). Buckets are in a fixed order, about that in which
-backward completes their gradients. A backward may *stream* some of them: it reduces each as soon as its gradients and
-the buckets before it are complete, or at its end. Which ones depends on the options and the layout alone: none when
-coalesced without a budget; all without coalescing; with a budget, those that do not fit into it; all in the backward
-that is known to be the last.
+All ranks reduce the same buckets at the same points, without a message (W4). The order of the buckets is fixed; it
+approximates the order in which backward completes their gradients. A backward may *stream* some buckets: it reduces
+each as soon as the gradients of that bucket and of all buckets before it are complete, or else at its end. The options
+and the layout alone determine which buckets are streamed: none when coalesced without a budget; all without coalescing;
+with a budget, the buckets that do not fit into it; all in the backward that is known to be the last.
 
-Gradients stay where autograd accumulates them, and are packed by one call when their bucket is reduced.
+Gradients stay where autograd accumulates them. One call packs the gradients of a bucket when it is reduced.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, ShardLayout
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
-_LARGE_BYTES = 2**18  # what the C library keeps by itself
-_MOST_KEPT_BYTES = 2**25 - 2**16  # of a block that glibc may learn to keep, on machines of 64 bits
-_UNUSED = 2  # references to a storage that is here alone: the kept tensor's, and the one that asks
+_LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed
+_MOST_KEPT_BYTES = 2**25 - 2**16  # the largest block that glibc can be made to keep, on machines of 64 bits
+_UNUSED = 2  # references to the storage of an unused block: the kept tensor's, and the one that asks
 
 
 class LocalGradient:
-    """That of one parameter, until ``bucket`` is reduced; of ``nbytes``, once it is there.
+    """The unreduced gradient of one parameter, until ``bucket`` is reduced. It takes ``nbytes`` once it is allocated.
 
     Attributes:
-        place: where it is, once this window has collected it: autograd adds to what ``param.grad`` is by itself.
-        came: some was added since the last step.
+        place: the tensor that holds it, once this window has collected it. Autograd by itself accumulates into the
+            tensor that ``param.grad`` is.
+        came: something was added since the last step.
     """
 
     __slots__ = ("bucket", "came", "nbytes", "param", "place")
@@ -49,12 +50,12 @@ class LocalGradient:
 
 
 class LocalGradients:
-    """What the gradients that are not reduced yet have in common.
+    """What the unreduced gradients have in common.
 
     Attributes:
         dtype: in which they are accumulated.
-        converts: that is another one than the parameters'; then ``param.grad`` is empty between two backwards.
-        now, peak_bytes: their bytes, and the most since :meth:`reset_peak`.
+        converts: ``dtype`` differs from the parameters' dtype; then ``param.grad`` is ``None`` between two backwards.
+        now, peak_bytes: their bytes now, and at the peak since :meth:`reset_peak`.
         watch: called before bytes are counted.
     """
 
@@ -70,7 +71,7 @@ class LocalGradients:
         return zero3.full_numel(param) * self.dtype.itemsize
 
     def count(self, nbytes: int) -> None:
-        """Count bytes that are allocated, or freed if negative."""
+        """Count allocated bytes, or freed ones if negative."""
         if self.watch is not None:
             self.watch()
         self.now += nbytes
@@ -80,7 +81,7 @@ class LocalGradients:
         self.peak_bytes = self.now
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a flat tensor of any values, of memory that nobody else uses. Not counted."""
+        """Return an uninitialised flat tensor, in memory that nothing else uses. Its bytes are not counted."""
         is_small = numel * dtype.itemsize < _LARGE_BYTES
         if is_small or device.type != "cpu" or self._streams.run_on(device):
             return torch.empty(numel, dtype=dtype, device=device)
@@ -92,28 +93,28 @@ class LocalGradients:
         return blocks[-1].view(-1)
 
     def free_blocks(self) -> None:
-        """Free the blocks that nobody uses; others are freed with the last reference to them."""
+        """Free the unused blocks; each of the others is freed with the last reference to it."""
         self._blocks.clear()
 
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """From now on in this process, let glibc keep what is freed, in blocks of up to 32 MiB and 64 MiB in all.
+    """Make glibc keep freed blocks of up to 32 MiB each, 64 MiB in all, for the rest of the process.
 
-    Its thresholds follow the largest block that it has seen freed. Where an engine keeps its large blocks, it sees
-    none, and returns the temporary gradients of each backward to the system: at 35 M parameters 72,000 page faults in a
-    step of four backwards. Other C libraries just see a block allocated and freed.
+    The thresholds of glibc follow the largest block that it has seen freed. If an engine keeps its large blocks, glibc
+    sees none freed and returns the temporary gradients of each backward to the system: 72,000 page faults in a step of
+    four backwards at 35 M parameters. For other C libraries, a block is allocated and freed, without effect.
     """
-    torch.empty(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")  # whatever the default device is
+    torch.empty(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")  # torch's default device may be another
     patches.install(patches.ALLOCATOR)
 
 
 AUTO_BUCKETS = 16
-"""Buckets at least, as far as parameters are that small, where the budget sets itself."""
+"""Least number of buckets with an automatic budget; fewer if parameters are too large for that."""
 
 
 class Level(enum.Enum):
-    """Where gradients of a bucket are added up over a window's backwards; each has less memory, and sends more."""
+    """Where a window accumulates a bucket's gradients. Each level takes less memory than the last, and sends more."""
 
     WHOLE = enum.auto()  # on each rank, in full: reduced once, at the close
     NODE = enum.auto()  # in node shards: reduced within the node in each backward, and between nodes at the close
@@ -124,23 +125,23 @@ class GradientBucket:
     """Parameters of one layout whose gradients are reduced together.
 
     Args:
-        below: the bucket that reduces the first elements of this one, its head, where it has one (``striped.py``).
+        chunk_bytes: at most, of one reduce-scatter, if the bucket can be divided.
+        below: the bucket that reduces the head (the first elements) of this one, if it has a head (``stage12.py``).
 
     Attributes:
         params, gradients: in the order of the layout.
         placement: where the gradients belong.
-        level: where gradients are added up; changes between two windows.
-        chunk_bytes: of one reduce-scatter, where the bucket may be divided.
-        name, names, label: of its first and last parameter for profiles and for errors; of its reduction for errors.
-        needs_reduce: a backward has begun since the bucket was reduced last.
-        node_shard: sums over this window, scaled as they are sent, by their part: its node shard (``comm/nodes.py``).
-        is_reduced: this window has reduced it, so that its part of the shard has gradients already.
+        level: where gradients are accumulated; it can change between two windows.
+        name, names, label: the first and last parameter, for profiles and for errors; the reduction, for errors.
+        needs_reduce: a backward has begun since the bucket was last reduced.
+        node_shard: the node shard (``comm/nodes.py``): by part, the sums over this window, scaled as they are sent.
+        is_reduced: this window has reduced the bucket, so its part of the shard already holds gradients.
         numel, dtype: of its local gradients.
-        pending: in a backward that reduces it when it is complete, the gradients that have not come yet.
-        first_use: in one that reduces it by module, when the forward has used the first of its parameters.
-        grad_ready, spare_events: by stream, the event after the last of its gradients that a backward which streams has
-            completed there (B1); and the event to record for the next.
-        is_fresh: all its gradients were allocated in the running backward, which reduces it.
+        pending: in a backward that reduces the bucket when it is complete, the gradients still to be completed.
+        first_use: in a backward that reduces by module, when the forward first used one of the parameters.
+        grad_ready, spare_events: by stream, the event after the last gradient that a streaming backward has completed
+            on it (B1); and the event to record for the next gradient.
+        is_fresh: all its gradients were allocated in the running backward, which also reduces the bucket.
         read: gradients that the reduction stream is about to read (L1).
     """
 
@@ -154,7 +155,7 @@ class GradientBucket:
         of_param = dict(zip(self.params, self.gradients, strict=True))
         self._packs = [of_param[param] for param in placement.order]
         self._below = below
-        self._from_above: torch.Tensor | None = None  # the head of the bucket above, which this one reduces
+        self._from_above: torch.Tensor | None = None  # the head of the bucket above, which this bucket reduces
         self.level = level
         self.node_shard: dict[Part, torch.Tensor] = {}
         self.local = local
@@ -176,13 +177,13 @@ class GradientBucket:
         self._chunk_width = max(1, chunk_bytes // (layout.world_size * layout.dtype.itemsize))
 
     def collect(self, gradient: LocalGradient) -> None:
-        """Autograd has added to ``param.grad``: add that up in the dtype that is asked for, and count its memory."""
+        """Take an accumulation from ``param.grad``: convert it to the accumulation dtype, and count its memory."""
         param, place = gradient.param, gradient.place
         found = param.grad
         if found is place and place is not None:
             return
         if found is None:
-            if self.local.converts and place is not None:  # a hook has dropped it
+            if self.local.converts and place is not None:  # a hook has set param.grad to None
                 self.local.count(-gradient.nbytes)
                 gradient.place = None
             return
@@ -195,12 +196,12 @@ class GradientBucket:
         gradient.place = found
 
     def take_head(self, head: torch.Tensor) -> None:
-        """Reduce also ``head``, the first elements of the bucket above, on whose reduction this one follows."""
+        """Reduce ``head``, too: the first elements of the bucket above, which is reduced before this one."""
         self._from_above = head.clone() if self._from_above is None else self._from_above.add_(head)
         self.needs_reduce = True
 
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
-        """Yield every gradient times ``factor``, zeros where there is none; on the reduction stream."""
+        """Yield all gradients times ``factor``, with zeros for missing ones. Runs on the reduction stream."""
         gradients = [each.place if self.local.converts else each.param.grad for each in self._packs]
         if self.streams.concurrent:
             self.read += [gradient for gradient in gradients if gradient is not None]
@@ -210,7 +211,7 @@ class GradientBucket:
         if self.placement.is_empty:
             return
         memory = memory[head:]
-        if factor != 1.0:  # the only gradient may be sent as it lies, and is the program's, perhaps for others, too
+        if factor != 1.0:  # not in place if a single gradient is sent unpacked: the program may share its memory
             memory = memory.mul_(factor) if len(gradients) > 1 else memory.mul(factor)
         yield from self.placement.inputs(memory, self._chunk_width, self.nodes)
 
@@ -218,7 +219,7 @@ class GradientBucket:
 
     @property
     def nodes(self) -> Nodes | None:
-        """The nodes within and between which it is reduced; ``None``: over all ranks at once."""
+        """The nodes within and between which the bucket is reduced; ``None``: reduced over all ranks at once."""
         nodes = self.layout.nodes
         return nodes if self.level is Level.NODE or not self.layout.is_native else None
 
@@ -230,7 +231,7 @@ class GradientBucket:
             self.local.count(kept.nbytes)
 
     def take_node_sums(self, part: Part) -> torch.Tensor | None:
-        """Return what the node shard has for ``part``, and forget it."""
+        """Remove and return the sums that the node shard holds for ``part``."""
         sums = self.node_shard.pop(part, None)
         if sums is not None:
             self.local.count(-sums.nbytes)
@@ -248,10 +249,9 @@ class GradientBucket:
 def choose_buckets(
     layouts: Sequence[ShardLayout], local: LocalGradients, config: ZeroSyncConfig, limit: int
 ) -> Iterator[tuple[ShardLayout, list[tuple[list[Any], Level]]]]:
-    """Yield the layouts, the last one first, each with the parameters of its buckets, and their level, in its order.
+    """Yield the layouts, last first, each with its buckets (parameters and level) in the order of the layout.
 
-    Backward is expected to complete them from the last one to the first. One bucket has at most ``limit`` bytes, or one
-    parameter.
+    Backward is expected to complete them from last to first. A bucket has at most ``limit`` bytes, or one parameter.
     """
     nbytes = {param: local.nbytes(param) for layout in layouts for param in layout.params}
     level_of, limit = _choose_levels(layouts, nbytes, config, limit)
@@ -269,7 +269,7 @@ def choose_buckets(
 def _choose_levels(
     layouts: Sequence[ShardLayout], nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int
 ) -> tuple[dict[Any, Level], int]:
-    """Return the level of each parameter's gradient, of ``nbytes``, and a new limit of buckets."""
+    """Return the level of each parameter's gradient and a new limit of bytes per bucket; ``nbytes`` is by parameter."""
     in_shards = {
         param: layout.in_node_shard(nbytes[param])
         for layout in layouts
@@ -281,18 +281,18 @@ def _choose_levels(
     budget = config.gradients.device
     if not config.coalesce:
         return level_of, limit
-    if config.gradients.automatic:  # small enough for a budget to fit in steps
+    if config.gradients.automatic:  # small buckets, so that the budget can be set in small steps
         return level_of, min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))
     if budget is None:
         return dict.fromkeys(nbytes, Level.WHOLE), limit
     of_nodes = everything if config.gradients.node is None else config.gradients.node
-    # What streams takes an eighth at most before it is reduced, of what stays, counted in full: on nodes of any size
-    # there are as many buckets (H1). What may stay is one run of parameters, because each change between two levels
-    # ends a bucket. Backward completes it last.
+    # A streamed bucket holds at most an eighth of the bytes that may stay unreduced. Node shards count with their full
+    # gradients, so the number of buckets does not depend on the node size (H1). The parameters whose gradients stay are
+    # one run, because each change of level ends a bucket. Backward completes this run last.
     in_full = of_nodes * sum(nbytes[param] for param in in_shards) // max(everything, 1)
     limit = min(limit, (budget + in_full) // 8)
     room, whole = budget - min(limit, budget), dict(nbytes)
-    if config.gradients.node_in_device and in_shards:  # they save as much between nodes, and take less memory
+    if config.gradients.node_in_device and in_shards:  # node shards save as much between nodes, with less memory
         of_nodes, room = min(everything, room), room - everything
         whole = {param: size - in_shards.get(param, 0) for param, size in nbytes.items()}
     level_of |= dict.fromkeys(_first_fitting(whole, room), Level.WHOLE)
@@ -302,7 +302,7 @@ def _choose_levels(
 
 
 def _first_fitting(nbytes: Mapping[Any, int], room: int) -> Iterator[Any]:
-    """Yield the first parameters, up to one that does not fit."""
+    """Yield the leading parameters that fit into ``room`` bytes."""
     for param, size in nbytes.items():
         room -= size
         if room < 0:

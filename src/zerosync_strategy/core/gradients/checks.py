@@ -14,7 +14,8 @@ from zerosync_strategy.core.failures.errors import HANDLE
 class LocalChanges:
     """Finds changes to the local gradients between two backwards, or before the step.
 
-    They are this rank's own, where plain data parallelism would show their average: a norm or a clamp would be wrong.
+    Local gradients are this rank's own. Plain data parallelism would show averages, so a norm or a clamp of them would
+    be wrong.
     """
 
     def __init__(self, params: Iterable[Any], names: Mapping[Any, str]) -> None:
@@ -23,19 +24,19 @@ class LocalChanges:
         self._seen: list[tuple[Any, torch.Tensor, int]] = []
 
     def note(self) -> None:
-        """The gradients are as they should be."""
+        """Record the current gradients and their versions as correct."""
         with zero3.as_it_is():
             self._seen = [(param, grad, grad._version) for param in self._params if (grad := param.grad) is not None]
 
     def check(self, but: Any = None) -> None:
-        """Raise where a gradient, ``but`` that of one parameter, has changed since :meth:`note`. It may be dropped."""
+        """Raise if a gradient has changed since :meth:`note`, except that of ``but``. It may be set to ``None``."""
         seen, self._seen = self._seen, []
         with zero3.as_it_is():
             now_of = [param.grad for param, _, _ in seen]
         for (param, grad, version), now in zip(seen, now_of, strict=True):
             if now is None or param is but:
                 continue
-            # Views of one buffer have one version, which the gradient of `but` has changed for all of them.
+            # Views of one buffer share one version counter, which a change of the gradient of `but` has raised.
             is_known = but is None or not now._is_view()
             if now is not grad or (is_known and now._version != version):
                 name = repr(self._names.get(param, "a parameter"))
@@ -48,5 +49,4 @@ class LocalChanges:
                 )
 
     def reset(self) -> None:
-        """The gradients are dropped."""
         self._seen = []

@@ -1,9 +1,9 @@
 """DeepCompile: its graphs gather and release parameters, and the window reduces their gradients (rule E2).
 
-DeepCompile writes ZeRO's collectives into the graphs that it compiles. There, every backward reduces its gradients,
-whatever the window; and gradients from eager frames are lost, because DeepSpeed 0.19.8 removes the hooks that would
-reduce them. Here a pass of ours comes last at each step of DeepCompile's schedule and puts ``zerosync::collect``, which
-gives a gradient to the window, in the place of each reduction. Gradients of eager frames come by our hooks.
+DeepCompile writes ZeRO's collectives into the graphs that it compiles. In these, every backward reduces its gradients,
+regardless of the window. Gradients from eager frames are lost, because DeepSpeed 0.19.8 removes the hooks that would
+reduce them. So a pass of ours runs last at each step of DeepCompile's schedule. It replaces each reduction by
+``zerosync::collect``, which adds the gradient to the window. Gradients of eager frames reach the window by our hooks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _engines: weakref.WeakValueDictionary[int, CompiledGradients] = weakref.WeakValu
 
 
 class CompiledGradients:
-    """Gives the gradients of one engine that DeepCompile compiles to the window.
+    """Adds the gradients that the compiled graphs of one engine compute to the window.
 
     Args:
-        gradients: by the id that DeepCompile gives their parameters in graphs.
-        add: is called with one and what is to be added, in full and in any dtype, whose memory stays the graph's.
+        gradients: by the id of their parameters in DeepCompile's graphs.
+        add: called with a gradient and the full tensor to add, in any dtype, whose memory the graph keeps.
     """
 
     def __init__(self, gradients: dict[int, LocalGradient], add: Callable[[LocalGradient, torch.Tensor], None]) -> None:
@@ -58,7 +58,7 @@ class CompiledGradients:
             self._add(self._gradients[param], gradient)
 
     def _collect_gradients(self, module: torch.fx.GraphModule, *_: Any) -> None:
-        # Changed in place: a pass that returns a graph has DeepCompile run it again, for real, to measure its memory.
+        # Changed in place: if a pass returns a graph, DeepCompile runs the graph once more to measure its memory.
         reductions = module.graph.find_nodes(op="call_function", target=torch.ops.dc.reduce_grad.default)
         for node in reductions:
             gradient, _, param = node.args
@@ -73,8 +73,8 @@ def _collect(gradient: torch.Tensor, engine: int, param: int) -> torch.Tensor:
     return gradient.new_empty(0)
 
 
-# It returns a tensor because what DeepCompile puts at the end of a backward takes one of each reduction; that keeps the
-# operator in the graph.
+# It returns a tensor because the node that DeepCompile adds at the end of a backward takes one from each reduction;
+# that use keeps the operator in the graph.
 torch.library.define("zerosync::collect", "(Tensor gradient, int engine, int param) -> Tensor")
 torch.library.impl("zerosync::collect", "default", _collect)
 torch.library.register_fake("zerosync::collect", lambda gradient, engine, param: gradient.new_empty(0))

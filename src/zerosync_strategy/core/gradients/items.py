@@ -1,7 +1,7 @@
 """The mean over items, as tokens or examples, where backwards and ranks have different numbers of them.
 
-The mean of the ranks' means is not it. But a window has all gradients of a step before the step: where losses are sums,
-their gradients are divided once, by the number of items of all backwards and ranks, which is known by then.
+The mean of the ranks' means is another number. With losses that are sums, the window divides their gradients once,
+before the step, by the number of items of all backwards and ranks, which is known by then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class ItemCount:
-    """The items of one window that this rank has; they count with ``loss_reduction`` = ``"sum"``."""
+    """Number of items of one window on this rank; used with ``loss_reduction`` = ``"sum"``."""
 
     def __init__(self, loss_reduction: str) -> None:
         self._counts = loss_reduction == "sum"
@@ -21,10 +21,10 @@ class ItemCount:
     def add(self, items: float | torch.Tensor, divided_by: float) -> None:
         """Count items of the coming backward, whose loss is divided by ``divided_by``.
 
-        Their number, or a tensor of one element, on any device; the host does not wait for it. A ``ValueError``: it is
-        a tensor of another size, or known to be negative or not finite; or losses are means.
+        ``items`` is a number, or a tensor of one element on any device, for which the host does not wait. Raises a
+        ``ValueError`` if the tensor has another size, if the number is negative or not finite, or if losses are means.
         """
-        if not self._counts:  # it is the same on all ranks: else some would communicate where others do not
+        if not self._counts:  # an option, the same on all ranks: otherwise only some would communicate in total()
             raise ValueError(
                 "mean_over() was called where losses are means over their items. Let them be sums, and attach with the"
                 " option loss_reduction='sum' on every rank."
@@ -42,9 +42,9 @@ class ItemCount:
         self._items = None
 
     def total(self, process_group: Any, device: torch.device) -> torch.Tensor | None:
-        """Return the number of items of all ranks, in fp64; ``None`` where losses are means. Collective.
+        """Return the number of items of all ranks, in fp64; ``None`` if losses are means. Collective.
 
-        A ``RuntimeError``: this rank has not counted any.
+        Raises a ``RuntimeError`` if :meth:`add` was not called in this window.
         """
         from deepspeed import comm
 

@@ -1,7 +1,7 @@
 """The reductions in flight: from a bucket's local gradients to this rank's shard of their average, every byte once.
 
 Gradients are reduce-scattered in chunks of a bounded size, and a few chunks are in flight while the next is prepared
-(R2). Of several nodes, a chunk may go in two levels (``comm/nodes.py``, R5).
+(R2). On several nodes, a chunk may be reduced in two levels (``comm/nodes.py``, R5).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _Use = Callable[[torch.Tensor], None]
 
 
 class _Kept:
-    """The memory of gradients of a backward that reduces as it goes, until their ``producers`` may have it again (L1).
+    """Gradients of a streaming backward, kept until their ``producers`` may reuse the memory (L1).
 
-    ``event``: after the reduction has read it; ``None``: nobody has waited for that yet.
+    ``event`` follows the reduction's last read of them; ``None``: the reduction has not been waited for yet.
     """
 
     def __init__(self, memory: list[torch.Tensor], producers: list[Any]) -> None:
@@ -39,7 +39,7 @@ class _Kept:
 
 @dataclass
 class _InFlight:
-    """A reduction of ``bucket``; ``kept``: with it, all is read of that."""
+    """A reduction of ``bucket``. ``kept``: the gradients that are read completely once this reduction is done."""
 
     bucket: GradientBucket
     reduction: InFlight
@@ -47,16 +47,16 @@ class _InFlight:
 
 
 class ReductionPipeline:
-    """Launches the reductions of one optimizer's buckets, in order, and puts what arrives into its shards.
+    """Launches the reductions of one optimizer's buckets, in order, and writes the results into its shards.
 
-    ``ordered``: ranks' gradients are summed in the order of the ranks.
+    ``ordered``: gradients are summed in the order of the ranks.
 
     Attributes:
-        begun: what was sent in this window, for ranks that abort it.
-        sent_floor: what one rank had to send for what was reduced. :meth:`Reducer.reset_counts` sets it to zero.
-        closes: what is launched is reduced between nodes, too.
-        windows_closed: with the next, a tag that is the same on every rank (W4).
-        abandoned: reductions of dropped windows. Nobody waits for them, but their memory must outlive them.
+        begun: the collectives begun in this window, for ranks that abort it.
+        sent_floor: the minimum that one rank sends for these reductions. :meth:`Reducer.reset_counts` resets it.
+        closes: reductions that are launched now also run between nodes.
+        windows_closed: part of the tag of messages, the same on every rank (W4).
+        abandoned: reductions of dropped windows. Nothing waits for them, but their memory must outlive them.
     """
 
     def __init__(self, shards: GradientShards, ordered: bool, messages: Messages) -> None:
@@ -70,20 +70,20 @@ class ReductionPipeline:
         self._in_flight: deque[_InFlight] = deque()
         self._kept: deque[_Kept] = deque()
         self._streaming_backwards = 0
-        self._shards_ready = False  # they exist, and those of reduced buckets hold gradients of this window
+        self._shards_ready = False  # allocated; the parts of reduced buckets hold gradients of this window
 
     def backward_begins(self) -> None:
-        """A backward begins that reduces gradients as it goes."""
+        """Prepare for a backward that streams."""
         self.begun.expect()
         self._streaming_backwards += 1
 
     def close_begins(self) -> None:
-        """What is left of the window is about to be reduced."""
+        """Prepare for the reduction of the rest of the window."""
         self.begun.expect()
         self.closes = True
 
     def closed(self) -> None:
-        """Everything is in the shards, which are DeepSpeed's from here on, whether its step succeeds or raises."""
+        """End the window. The shards are complete and DeepSpeed's from here on, even if its step raises."""
         self.abandoned = [reduction for reduction in self.abandoned if not reduction.is_over]
         self._shards_ready = False
         self.windows_closed += 1
@@ -91,7 +91,7 @@ class ReductionPipeline:
         self.begun.close()
 
     def drop(self) -> None:
-        """The window is dropped: nobody waits for what is in flight."""
+        """Drop the window, without waiting for reductions in flight."""
         self.abandoned.extend(each.reduction for each in self._in_flight)
         self._in_flight.clear()
         while self._kept:
@@ -128,7 +128,7 @@ class ReductionPipeline:
         self.sent_floor = self.sent_floor.plus(sent)
 
     def launch_between(self, bucket: GradientBucket, nodes: Nodes) -> None:
-        """Launch the reduction between nodes of what the bucket's node shard has."""
+        """Launch the reduction of the bucket's node shard between nodes."""
         for part in list(bucket.node_shard):
             sums = bucket.take_node_sums(part)
             assert sums is not None
@@ -139,7 +139,7 @@ class ReductionPipeline:
         self.sent_floor = self.sent_floor.plus(Sent(sent.between, sent.between))
 
     def wait(self, allowed: int = 0) -> None:
-        """Wait until at most ``allowed`` reductions are in flight; put the others' averages into the shards."""
+        """Wait until at most ``allowed`` reductions are in flight; write the results of the others into the shards."""
         while len(self._in_flight) > allowed:
             flight = self._in_flight.popleft()
             with phase("wait_reduce_scatter", flight.bucket.name):
@@ -148,7 +148,7 @@ class ReductionPipeline:
                 flight.kept.event = self._streams.read_by_reduction()
 
     def _keep(self, bucket: GradientBucket) -> None:
-        """Keep what the reduction of ``bucket`` reads until :meth:`release_memory`, or let the allocator wait."""
+        """Keep what the reduction of ``bucket`` reads until :meth:`release_memory`, or record it on its stream (L1)."""
         memory, bucket.read = bucket.read, []
         if not bucket.is_fresh or not bucket.grad_ready:
             self._record(memory)
@@ -166,24 +166,23 @@ class ReductionPipeline:
             self._streams.record_stream_for_reduction(each)
 
     def release_memory(self, allowed: int = 0) -> None:
-        """Let producers have the memory of all buckets but so many: they wait for what has read it."""
+        """Free kept gradients, except of the last ``allowed`` buckets, once their producers wait for the read (L1)."""
         while len(self._kept) > allowed and (event := self._kept[0].event) is not None:
             kept = self._kept.popleft()
             self._streams.producers_wait(event, kept.producers)
             self._local.count(-kept.nbytes)
 
     def _how(self, bucket: GradientBucket) -> Summing:
-        # By the tag, an aborted backward's messages, or those of a rank that disagrees, never join another reduction.
+        # The tag keeps messages of an aborted backward, or of a rank that disagrees, out of other reductions.
         tag = self.windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
         return Summing(self._ordered, tag, self._local.empty, bucket.label)
 
     def _reduce(self, bucket: GradientBucket, rows: Any, part: Part) -> None:
-        """Launch the reduction of ``rows`` over all ranks."""
         out, use = self._into_shard(bucket, part)
         self._note(bucket, bucket.placement.reduce(rows, self._how(bucket), out), use)
 
     def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: Any, part: Part) -> None:
-        """Launch the reduction of ``rows`` within the node; then its sums stay, or go on between nodes."""
+        """Launch the reduction of ``rows`` within the node; its sums are kept, or reduced between nodes next."""
         reduction = bucket.placement.reduce_within(nodes, rows, self._how(bucket))
         if bucket.level is Level.NODE and not self.closes:
             self._note(bucket, reduction, partial(bucket.keep_node_sums, part))
@@ -194,7 +193,7 @@ class ReductionPipeline:
     def _reduce_between(
         self, bucket: GradientBucket, nodes: Nodes, part: Part, out: torch.Tensor | None, use: _Use, sums: torch.Tensor
     ) -> None:
-        """Launch the reduction between nodes of ``sums``, and of what the node shard has."""
+        """Launch the reduction between nodes of ``sums`` plus the node shard's sums of this part."""
         if (kept := bucket.take_node_sums(part)) is not None:
             sums = kept.add_(sums)
         reduction = bucket.placement.reduce_between(nodes, part, sums, self._how(bucket), out)
@@ -206,7 +205,7 @@ class ReductionPipeline:
         self._in_flight.append(_InFlight(bucket, reduction))
 
     def _into_shard(self, bucket: GradientBucket, part: Part) -> tuple[torch.Tensor | None, _Use]:
-        """Return where averages for ``part`` may go at once, and what puts them there in any case."""
+        """Return the tensor that the reduction may write ``part`` to directly, if any, and what completes the write."""
         targets = self._shards.parts(bucket.layout, part.offset, part.numel)
         adds = bucket.is_reduced
         out = targets[0] if len(targets) == 1 and not adds and self._shards.on_device else None
@@ -214,7 +213,7 @@ class ReductionPipeline:
         return out, partial(self._add_to_shard, targets, adds, after)
 
     def _add_to_shard(self, targets: Sequence[torch.Tensor], adds: bool, factor: float, average: torch.Tensor) -> None:
-        """Put what was reduced into ``targets``, parts of the shard; ``adds``: to what this window has put there."""
+        """Write ``average`` into ``targets``, parts of the shard. ``adds``: add to earlier averages of this window."""
         if factor != 1.0:
             average.mul_(factor)
         done = 0
@@ -222,7 +221,7 @@ class ReductionPipeline:
             part = average[done : done + target.numel()]
             done += target.numel()
             if adds and not self._shards.on_device and self._streams.concurrent:
-                # Summed on the device: the host would have to wait for each part.
+                # Summed on the device: on the host, it would have to wait for each part.
                 before = torch.empty(len(target), dtype=target.dtype, device=part.device)
                 before.copy_(target, non_blocking=True)
                 target.copy_(before.add_(part.to(target.dtype)), non_blocking=True)
@@ -232,9 +231,9 @@ class ReductionPipeline:
                 target.copy_(part, non_blocking=True)
 
     def _scales(self, layout: ShardLayout) -> tuple[float, float]:
-        """Factors before and after the sum. In half precision a plain sum over many ranks could overflow.
+        """Return the factors before and after the sum: in half precision, an unscaled sum over many ranks can overflow.
 
-        NCCL's own average would save that pass, but rounds the factor to the gradients' dtype: of 96 ranks in bf16, all
+        NCCL's own average would save one pass, but rounds the factor to the gradients' dtype: in bf16 on 96 ranks, all
         averages would be 0.2 % too large.
         """
         predivide = float(self._shards.optimizer.gradient_predivide_factor)

@@ -1,9 +1,9 @@
 """Placements: which elements of the gradients are in which rank's shard, and how a reduction brings them there.
 
-The gradients that one process group shards are a *layout*. There are three: ZeRO-1's and 2's flat buffer in stripes
-(``striped.py``), ZeRO-3's parameters each by itself (``per_param.py``), and parameters that have owners (``owned.py``).
-In the first two, all ranks' shards have the same number of elements, padding included: one rank's in each row, they are
-a matrix, or several. A layout is divided into the *placements* of its buckets, which are asked what a reduction takes.
+A *layout* describes the gradients that one process group shards. It is one of three: the flat buffer of ZeRO-1 and 2 in
+stripes (``stage12.py``), ZeRO-3's single parameters (``stage3.py``), and parameters with owners (``owned.py``). In the
+first two, the shards of all ranks have the same number of elements, padding included; they form one or more matrices
+with a row per rank. A layout is divided into *placements*, one per bucket, which prepare and launch its reduction.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
 
 Read = Callable[[torch.Tensor, int], None]
-"""Copies this rank's shard from an offset on into a tensor."""
+"""Fills a tensor from this rank's shard, from an offset on."""
 
 
 class ShardLayout(ABC):
-    """Where ZeRO keeps the gradients that one process group shards, read off the live optimizer.
+    """Where ZeRO keeps the gradients that one process group shards, as found in the live optimizer.
 
     Attributes:
         params: each once.
-        divisor: what a sum over the group is divided by to average it.
+        divisor: a sum over the group divided by it is the average.
         dtype: of the reduction.
-        nodes: of the process group; ``None`` where two levels would be one.
+        nodes: of the process group; ``None`` if two levels are of no use.
         group_index: DeepSpeed's index of the parameter group, on stages 1 and 2.
         is_native: the backend has a reduce-scatter of its own.
         shard_numel: elements of this rank's shard.
@@ -50,27 +50,27 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def divide(self, buckets: Sequence[Sequence[Any]]) -> Sequence[Placement]:
-        """Return the placement of each bucket's parameters. Called once; those of a flat buffer are in its order."""
+        """Return the placement of each bucket's parameters. Called once; in the order of the flat buffer, if any."""
 
     @abstractmethod
     def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
-        """Return which parts of ``param`` are in this rank's shard, or in that of DeepSpeed's layout with ``stock``."""
+        """Return the parts of ``param`` in this rank's shard; with ``stock``, of the shard in DeepSpeed's layout."""
 
     @abstractmethod
     def gather_shards(self, dtype: torch.dtype, device: torch.device, read: Read) -> torch.Tensor:
-        """Return the memory of all shards, in ``dtype``, for :meth:`gradient_in`. Collective."""
+        """Gather all shards into one tensor in ``dtype``, for :meth:`gradient_in`. Collective."""
 
     @abstractmethod
     def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
-        """Return the gradient of ``param``, flat, in ``memory``, which has all shards. May be a copy."""
+        """Return the flat gradient of ``param`` from ``memory``, which holds all shards. May be a copy."""
 
     def in_node_shard(self, nbytes: int) -> int:
-        """Return how many of so many bytes of gradients are in a node shard, the largest; of several nodes."""
+        """Return how many of ``nbytes`` of gradients the largest node shard holds. Needs several nodes."""
         assert self.nodes is not None
         return nbytes // self.nodes.size
 
     def read(self, shard: torch.Tensor, param: Any, stock: bool = False) -> torch.Tensor:
-        """Return ``param``'s elements of all ranks' shards, in its shape and in fp32. Collective."""
+        """Return the full ``param``-shaped tensor of all ranks' shards, in fp32. Collective."""
         from deepspeed import comm
 
         full = torch.zeros(zero3.full_numel(param), dtype=torch.float32, device=param.device)
@@ -80,22 +80,22 @@ class ShardLayout(ABC):
         return full.view(zero3.full_shape(param))
 
     def write(self, value: torch.Tensor, shard: torch.Tensor, param: Any, stock: bool = False) -> None:
-        """Copy this rank's part of ``value``, of ``param``, into its shard."""
+        """Copy this rank's part of ``value``, which has the elements of ``param``, into ``shard``."""
         flat = value.detach().reshape(-1)
         for own in self.shard_slices(param, stock):
             own.of(shard).copy_(flat[own.start : own.stop])
 
     def all_gather(self, rows: torch.Tensor, tag: int = 0, label: str = "") -> InFlight:
-        """As :func:`collectives.all_gather`, in two levels where that sends less."""
+        """Launch an all-gather as :func:`collectives.all_gather` does, in two levels where that sends less."""
         if self.nodes is not None and not self.is_native:
             return self.nodes.all_gather(rows, tag, label)
         return all_gather(rows, self.process_group, tag, label)
 
 
 class Part(NamedTuple):
-    """Where the result of a reduction belongs: elements of this rank's shard.
+    """The elements of this rank's shard to which the result of a reduction belongs.
 
-    ``begin`` is where it begins in the bucket, and tells parts apart, of which this rank may have no element.
+    ``begin`` is the offset in the bucket. It distinguishes parts, also if this rank has no element of them.
     """
 
     offset: int
@@ -104,10 +104,10 @@ class Part(NamedTuple):
 
 
 class ReduceScatterInput(NamedTuple):
-    """What is summed over the ranks, and where in this rank's shard its own sum belongs.
+    """The input of one reduction, and the part of this rank's shard to which this rank's result belongs.
 
-    ``rows`` is a matrix with a row for each rank; where parameters have owners, rows of any lengths, by rank (in two
-    levels, by place).
+    ``rows`` is a matrix with a row per rank. For parameters with owners, it is a mapping of rows of any lengths by rank
+    (in two levels, by place in the node).
     """
 
     rows: Any
@@ -118,10 +118,10 @@ class Placement(ABC):
     """Where the gradients of one bucket belong.
 
     Attributes:
-        offset, width: what it has of this rank's shard.
-        order: the parameters, as they follow each other where they are packed.
-        is_empty: no rank has elements of it, so that it is neither reduced nor gathered.
-        head: elements at the beginning of what is packed that the bucket below reduces, not this one.
+        offset, width: the elements of this rank's shard that belong to the bucket.
+        order: the parameters in the order in which they are packed.
+        is_empty: no rank has an element of it, so it is neither reduced nor gathered.
+        head: number of packed elements, at the beginning, that the bucket below reduces instead.
     """
 
     is_empty = False
@@ -134,43 +134,43 @@ class Placement(ABC):
     def pack(
         self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the ``gradients``, in :attr:`order`, zeros where there is none: flat, for :meth:`inputs`.
+        """Pack the ``gradients``, given in :attr:`order`, into a flat tensor for :meth:`inputs`; zeros for ``None``.
 
-        They have ``dtype``. ``above``: the head of the bucket above, where there is one. The result may be the memory
-        of the only gradient.
+        ``dtype`` is that of the gradients, ``above`` the head of the bucket above, if any. The result may share the
+        memory of a single gradient.
         """
 
     @abstractmethod
     def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
-        """Yield what ``memory``, flat and packed, has for the ranks: at most ``most`` elements for each, as a mean.
+        """Cut ``memory``, flat and packed, into inputs of at most ``most`` elements per rank on average.
 
-        It is reduced within and between ``nodes``, or over all ranks at once.
+        They are reduced within and between ``nodes``; if ``None``, over all ranks at once.
         """
 
     @abstractmethod
     def reduce(self, rows: Any, how: Summing, out: torch.Tensor | None) -> InFlight:
-        """Launch the reduction of what :meth:`inputs` has yielded; ``out``: where the result may go."""
+        """Launch the reduction of ``rows`` from :meth:`inputs` over all ranks; the result may be written to ``out``."""
 
     @abstractmethod
     def reduce_within(self, nodes: Nodes, rows: Any, how: Summing) -> InFlight:
-        """Sum it over the ranks of this node; returns the node shard of it."""
+        """Launch the sum of ``rows`` over the ranks of this node; the result is this rank's node shard of it."""
 
     @abstractmethod
     def reduce_between(
         self, nodes: Nodes, part: Part, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
     ) -> InFlight:
-        """Sum node shards over the nodes; returns this rank's elements."""
+        """Launch the sum of node shards over the nodes; the result is this rank's elements."""
 
 
 class RowPlacement(Placement):
-    """Of a bucket whose memory is a matrix with a row for each rank of ``layout``."""
+    """The placement of a bucket that is packed as a matrix with a row per rank of ``layout``."""
 
     def __init__(self, layout: ShardLayout, offset: int, width: int, order: Sequence[Any]) -> None:
         super().__init__(offset, width, order)
         self._layout = layout
 
     def _is_packed(self, pieces: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``pieces``, the flat gradients, are one that is the matrix as it lies."""
+        """Return whether ``pieces``, the flat gradients, are a single one that has the matrix's memory layout."""
         return len(pieces) == 1 and len(pieces[0]) == self._layout.world_size * self.width
 
     def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
@@ -195,7 +195,7 @@ class RowPlacement(Placement):
 def with_zeros(
     params: Sequence[Any], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return the ``gradients`` of ``params``, flat and in ``dtype``, with zeros where there is none."""
+    """Return the ``gradients`` of ``params``, flat and in ``dtype``, with zeros for ``None``."""
     pieces = [
         torch.zeros(zero3.full_numel(param), dtype=dtype, device=param.device)
         if gradient is None

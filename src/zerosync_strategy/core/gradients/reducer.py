@@ -1,9 +1,9 @@
 """The reduction: from full local gradients to this rank's shard of their average, every byte once.
 
-Gradients are reduce-scattered bucket by bucket into the shard that DeepSpeed's step uses (``pipeline.py``). Every
-parameter of the optimizer takes part in every reduction that includes its bucket, with zeros where this rank has no
-gradient. So ranks may use different parameters (W4 needs no message), and no shard of an earlier window is stepped
-again. What a reduction costs the host is in proportion to the number of parameters, whatever the number of ranks (H1).
+Gradients are reduce-scattered bucket by bucket into the shard that DeepSpeed's step uses (``pipeline.py``). A reduction
+of a bucket includes all its parameters, with zeros if this rank has no gradient. So ranks may use different parameters
+(W4 needs no message), and no shard of an earlier window is stepped again. The host work of a reduction is proportional
+to the number of parameters, and independent of the number of ranks (H1).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 SMALL_BYTES = 4 * 2**20
-"""Bytes of gradients that may be one bucket. More are four at least: the last backward can reduce some, and where a
-bucket is packed, a quarter of the gradients is there twice. DeepSpeed's bucket size bounds buckets too, but a parameter
-that is larger goes in messages of as many bytes as this at least."""
+"""Bytes of gradients that may form a single bucket. More bytes form four buckets or more: then the last backward can
+reduce some of them, and packing a bucket copies at most a quarter of the gradients. DeepSpeed's bucket size is a bound,
+too, but a parameter that exceeds it is sent in messages of at least this many bytes."""
 KEPT_BUCKETS = 1
-"""Buckets of a backward that are reduced, and whose memory its producers need not wait for yet (L1)."""
+"""Reduced buckets of a backward whose memory is kept, so that its producers do not wait for it yet (L1)."""
 
 
 class Reducer:
     """Reduces the local gradients of one DeepSpeed ZeRO optimizer, into its ``shards``.
 
-    A gradient is local (in full, on its parameter) until it is reduced, then averaged and in this rank's shard.
+    A gradient is local (in full, on its parameter) until it is reduced. Then its average is in this rank's shard.
 
     Attributes:
-        first_uses: returns, by ``id``, when the forward has used each parameter first (``params/unit_order.py``), if
-            the backward gathers parameters between its gradients; ``None``: it does not.
-        items: that the coming gradients are the mean over.
-        bucket_bytes: of a bucket, and of a part of a larger parameter, at most.
-        only_adds: the running backward reduces nothing, so that who has its ``place`` has nothing to do.
+        first_uses: returns, by ``id``, when the forward first used each parameter (``params/unit_order.py``), if the
+            backward gathers parameters between its gradients; else ``None``.
+        items: counts the items over which the gradients of this window are a mean.
+        bucket_bytes: most bytes of a bucket, and of a part of a larger parameter.
+        only_adds: the running backward reduces nothing: no work is left for a gradient that has its ``place``.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Reducer:
         self.items = ItemCount(config.loss_reduction)
         self._norm: torch.Tensor | None = None  # once it has been computed
         self._host_norm = HostCopy(self.streams, 1, torch.float32)
-        self._may_stream = config.gradients.automatic  # sooner or later
+        self._may_stream = config.gradients.automatic  # the budget may change to one that streams
         self.gradients = [gradient for bucket in self.buckets for gradient in bucket.gradients]
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
         self._has_streamed = False
         self.only_adds = False
-        self._hooks: GradientHooks | None = None  # while it is attached
-        self._late: LocalGradient | None = None  # whose hooks may still run when the backward begins by it
+        self._hooks: GradientHooks | None = None  # while attached
+        self._late: LocalGradient | None = None  # the gradient that began the backward, if its hooks may still run
         self.first_uses = first_uses
-        self._reduces_by_module = False  # the running backward, and not by gradient
+        self._reduces_by_module = False  # how the running backward streams: by module, or by gradient
         self.pipeline = ReductionPipeline(shards, config.reduction == "ordered", messages)
 
     def gradients_floor(self) -> Sent:
@@ -87,7 +87,7 @@ class Reducer:
     # ---- backward --------------------------------------------------------------------------------------------------
 
     def attach(self, hook_of: Callable[[LocalGradient], Callable[[Any], None]]) -> None:
-        """From here on, autograd calls the hook of each gradient that it has added to."""
+        """Register the hooks: autograd calls that of a gradient after each accumulation."""
         self._hooks = GradientHooks(self.optimizer, [(each.param, hook_of(each)) for each in self.gradients])
 
     def detach(self) -> None:
@@ -95,9 +95,9 @@ class Reducer:
             self._hooks.remove()
 
     def begin_backward(self, last: bool, ready: LocalGradient | None = None) -> None:
-        """A backward begins; ``last``: it is known to be the last of its window; ``ready``: by this gradient.
+        """Prepare for a backward; ``last``: it is the window's last; ``ready``: a gradient that it has changed already.
 
-        A ``RuntimeError``: it is being captured into a CUDA graph.
+        Raises a ``RuntimeError`` if the backward is being captured into a CUDA graph.
         """
         self.streams.refuse_capture()
         zero.expect_backward(self.optimizer)
@@ -116,11 +116,12 @@ class Reducer:
         self.only_adds = not self._to_stream and self._late is None
 
     def _choose_when_to_reduce(self, midway: bool) -> None:
-        """Let the running backward reduce a bucket when it is complete, or when the modules that use it are behind.
+        """Decide whether the running backward reduces a bucket when it is complete, or by the order of the modules.
 
-        Off ZeRO-3, and where all parameters are held, nothing else of this process group is sent meanwhile, so that the
-        order of the buckets is order enough. Else gathers come in between, in the order of the modules, and gradients
-        do not come alike on all ranks: one may not use what another does (W4).
+        Without ZeRO-3, and where all parameters are held, the process group sends nothing else during the backward, so
+        a fixed order of the buckets is enough. Otherwise gathers are issued between reductions, in the order of the
+        modules, and gradients are completed at different points on different ranks: a rank may not use a parameter
+        that another one uses (W4). Then a bucket is reduced after the backward has left the modules that use it.
         """
         first_uses = self.first_uses()
         self._reduces_by_module = first_uses is not None
@@ -129,18 +130,18 @@ class Reducer:
                 bucket.pending = set(bucket.gradients)
             return
         for bucket in self._to_stream:
-            # What no module has used, or is asked for too late, is reduced at the end.
+            # 0: reduced at the end, as no module has used it, or the backward was noticed too late.
             bucket.first_use = 0 if midway else min(first_uses.get(id(param), 0) for param in bucket.params)
         self._to_stream = deque(sorted(self._to_stream, key=lambda bucket: -bucket.first_use))
 
     def gradient_ready(self, gradient: LocalGradient) -> bool:
-        """Autograd has added to it. Return whether :meth:`reduce_complete` has something to do."""
+        """Process an accumulation by autograd. Return whether :meth:`reduce_complete` has something to do."""
         gradient.came = True
         if gradient is self._late:
             return False
         bucket = gradient.bucket
         bucket.collect(gradient)
-        bucket.needs_reduce = True  # also where this backward has reduced it already, and adds to it once more
+        bucket.needs_reduce = True  # also if this backward has reduced the bucket and accumulates into it again
         if not self._to_stream:
             return False
         self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
@@ -150,15 +151,14 @@ class Reducer:
         return not self._to_stream[0].pending
 
     def reduce_complete(self) -> None:
-        """In a backward that streams, reduce the buckets that are complete, in their order."""
+        """Reduce the complete buckets in their order, in a backward that streams."""
         self._stream(lambda bucket: not bucket.pending)
 
     def needs_reduce_behind(self, behind: int) -> bool:
-        """Return whether :meth:`reduce_behind` has something to do."""
         return bool(self._to_stream) and self._reduces_by_module and self._to_stream[0].first_use > behind
 
     def reduce_behind(self, behind: int) -> None:
-        """In a backward that streams, reduce the buckets first used after ``behind``, the same on every rank."""
+        """Reduce the buckets first used after ``behind`` (the same on every rank), in a backward that streams."""
         self._stream(lambda bucket: bucket.first_use > behind)
 
     @torch.no_grad()
@@ -183,10 +183,10 @@ class Reducer:
         return streamed
 
     def defer(self, budget: int) -> int:
-        """Let gradients within ``budget`` bytes stay unreduced until the window closes; return how many bytes that is.
+        """Keep gradients of at most ``budget`` bytes unreduced until the window closes; return the bytes kept.
 
-        Called between two windows. It chooses the first parameters, whose gradients a backward completes last. Of
-        several nodes, all are kept in node shards first, if these fit.
+        Called between two windows. It chooses the first parameters, whose gradients a backward completes last. On
+        several nodes, all gradients are kept in node shards first, if these fit into the budget.
         """
         nbytes = {bucket: sum(map(self.local.nbytes, bucket.params)) for bucket in self.buckets}
         in_shards = {
@@ -202,14 +202,14 @@ class Reducer:
                 left -= more
             else:
                 bucket.level = Level.NODE if bucket in in_shards else Level.SHARD
-                left = -1  # and no other of the later ones
+                left = -1  # no further bucket is kept in full
         self.local.free_blocks()
         kept = {Level.WHOLE: nbytes, Level.NODE: in_shards}
         return sum(kept[bucket.level][bucket] for bucket in self.buckets if bucket.level in kept)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether a backward leaves every gradient on its parameter, unless it is promised to be the last."""
+        """Whether a backward leaves every gradient on its parameter, unless promised to be the window's last."""
         return (
             not self.local.converts
             and not self._may_stream
@@ -225,7 +225,7 @@ class Reducer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average over the ranks what is not reduced yet, into the shards. A collective call."""
+        """Average the unreduced gradients over the ranks, into the shards. Collective."""
         self.pipeline.close_begins()
         with self.streams.on_reduction_stream():
             for bucket in self.buckets:
@@ -236,7 +236,7 @@ class Reducer:
             self.pipeline.wait()
 
     def close(self) -> None:
-        """Everything is in the shards, and the step follows."""
+        """Hand the complete shards over to the step. Collective where losses are sums."""
         self.streams.wait_for_reductions()
         self.pipeline.release_memory()
         if not self.shards.on_device:
@@ -256,7 +256,7 @@ class Reducer:
 
     @torch.no_grad()
     def _divide_by_items(self) -> None:
-        """Let the shards, which have averages over the ranks, have the sums over the number of items."""
+        """Turn the averages over the ranks, in the shards, into sums divided by the number of items."""
         items = self.items.total(zero.data_parallel_group(self.optimizer), self.layouts[0].params[0].device)
         self.items.reset()
         if items is None:
@@ -264,7 +264,7 @@ class Reducer:
         if not self.shards.on_device:
             items = items.cpu()
         for layout in self.layouts:
-            # It has a dimension, so that torch multiplies in fp32: in fp16, one over the items has few bits.
+            # A tensor of one dimension makes torch multiply in fp32: in fp16, one over the items has few bits.
             factor = torch.where(items > 0, layout.divisor / items, 0.0).view(1)
             for part in self.shards.parts(layout, 0, layout.shard_numel):
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
@@ -272,8 +272,9 @@ class Reducer:
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the gradients in the shards, times the loss scale; infinity if it is not finite.
 
-        The same on every rank, and computed once. A collective call after :meth:`close`. On a device with streams the
-        host waits for it here, so that whoever asks about it, as DeepSpeed does up to three times a step, does not.
+        The same on every rank, and computed once per window. Collective; called after :meth:`close`. On a device with
+        streams, the host waits for the norm here; then its readers do not wait (DeepSpeed reads it up to three times a
+        step).
         """
         if self._norm is None:
             with phase("norm"):
@@ -284,11 +285,10 @@ class Reducer:
         return self._norm
 
     def norm_changed(self) -> None:
-        """The gradients in the shards are others now."""
         self._norm = None
 
     def reset_counts(self) -> None:
-        """The step has used the shards: count bytes from here."""
+        """Reset the counts of bytes, after the step has used the shards."""
         self.pipeline.sent_floor = Sent()
         self.local.reset_peak()
         self.shards.stepped()
@@ -296,7 +296,7 @@ class Reducer:
     # ---- dropping --------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Drop all gradients of this window, local and reduced; nobody waits for what is in flight."""
+        """Drop all gradients of this window, local and reduced, without waiting for reductions in flight."""
         self._to_stream.clear()
         self._has_streamed = self.only_adds = False
         self._late = None
@@ -312,15 +312,15 @@ class Reducer:
         self.shards.discard()
 
     def interrupted(self) -> None:
-        """An exception has ended a backward, at another place on each rank."""
+        """Record that an exception has ended a backward, at a different point on each rank."""
         self.only_adds = False
         if self.is_native:
             if self.first_uses() is not None:
-                self.pipeline.begun.expect()  # it gathers, too
+                self.pipeline.begun.expect()  # the backward may have issued gathers, too
             self.pipeline.begun.abort()
 
     def reset(self) -> None:
-        """As :meth:`drop`, from whatever point an exception left."""
+        """Do as :meth:`drop`, from any state that an exception has left."""
         if self.is_native:
             self.pipeline.begun.abort()
         self.drop()

@@ -1,6 +1,6 @@
 """How one ZeRO optimizer shards gradients: its layouts, their buckets, and the memory of this rank's shards."""
 
-# ruff: noqa: B027  (where DeepSpeed keeps them, nothing is to be done)
+# ruff: noqa: B027  (a stage may have nothing to do)
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
 class GradientShards(ABC):
-    """This rank's gradient shards, as its stage of ZeRO has them: averages over the ranks.
+    """This rank's gradient shards, in the form of its ZeRO stage: averages over the ranks.
 
     Args:
-        whole: the optimizer needs whole parameters: each rank's shards have those that the rank owns.
+        whole: the optimizer needs whole parameters: a rank's shards hold the parameters that the rank owns.
 
     Attributes:
         dtype: of the reduction.
-        local: the gradients that are not reduced yet.
-        on_device: else in host memory, of an offloaded optimizer.
-        over_groups: some parameters are sharded over fewer ranks than all; the same on every rank.
-        buckets_of: by layout, in its order.
+        local: the unreduced gradients.
+        on_device: ``False``: in host memory, because the optimizer is offloaded.
+        over_groups: some parameters are sharded over a part of the ranks; the same on every rank.
+        buckets_of: by layout, its buckets in the order of the layout.
     """
 
     on_device = True
@@ -46,14 +46,14 @@ class GradientShards(ABC):
 
     @abstractmethod
     def _read_layouts(self, config: ZeroSyncConfig) -> Sequence[Any]:
-        """Return the layouts; with owners, a collective call."""
+        """Return the layouts. Collective with owners."""
 
     def most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
-        """Return the bytes of a bucket at most, for what else is sent."""
+        """Return the largest bucket in bytes that other messages allow."""
         return messages.nbytes
 
     def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
-        """Return the buckets, of ``limit`` bytes and with ``common`` arguments, about in the order of a backward."""
+        """Return buckets of ``limit`` bytes, made with ``common`` arguments, in roughly the order of a backward."""
         buckets: list[GradientBucket] = []
         layout: Any
         for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
@@ -66,21 +66,21 @@ class GradientShards(ABC):
         return buckets
 
     def sent(self, bucket: GradientBucket) -> Sent:
-        """Return what one rank must send to reduce ``bucket`` once."""
+        """Return the minimum that one rank sends to reduce ``bucket`` once."""
         layout = bucket.layout
         return self.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
 
     @abstractmethod
     def allocate(self) -> None:
-        """Make the shards, with any values."""
+        """Allocate the shards, uninitialised."""
 
     @abstractmethod
     def parts(self, layout: Any, offset: int, numel: int) -> list[torch.Tensor]:
-        """Return the elements of a shard from ``offset`` on, in order, in as few flat tensors as can be."""
+        """Return ``numel`` elements of a shard from ``offset`` on, in order, in as few flat tensors as possible."""
 
     @abstractmethod
     def hand_over(self) -> None:
-        """Let DeepSpeed's step find the shards. Sends nothing."""
+        """Put the shards where DeepSpeed's step reads them. Sends nothing."""
 
     @abstractmethod
     def norm(self) -> torch.Tensor:
@@ -91,8 +91,8 @@ class GradientShards(ABC):
         """Remove the shards of this window from DeepSpeed's optimizer."""
 
     def stepped(self) -> None:
-        """The step has used the shards."""
+        """Clean up after the step has used the shards."""
 
     @abstractmethod
     def parameters_floor(self) -> dict[Any, Sent]:
-        """Return, by parameter, what one rank must send to give it to all ranks once."""
+        """Return, by parameter, the minimum that one rank sends to all-gather it once."""

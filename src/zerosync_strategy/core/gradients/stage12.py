@@ -23,10 +23,10 @@ _ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
 
 
 class StripedLayout(ShardLayout):
-    """Parameters of which each begins at its offset of the flat buffer; ascending.
+    """Parameters at ``offsets`` of the flat buffer, ascending.
 
     Attributes:
-        stripes: how the buffer is divided among the ranks, one for each bucket; since :meth:`divide`.
+        stripes: how the buffer is divided among the ranks, one stripe per bucket; set by :meth:`divide`.
     """
 
     stripes: Stripes
@@ -42,7 +42,7 @@ class StripedLayout(ShardLayout):
         return [StripePlacement(self, stripe, params, number == 0) for number, (stripe, params) in enumerate(stripes)]
 
     def slices(self, stock: bool = False) -> list[ShardSlice]:
-        """Return which elements of the flat buffer are in this rank's shard, or in DeepSpeed's with ``stock``."""
+        """Return the elements of the flat buffer in this rank's shard; with ``stock``, in DeepSpeed's shard."""
         return self.stripes.slices(stock)
 
     def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
@@ -62,10 +62,10 @@ class StripedLayout(ShardLayout):
 
 
 class StripePlacement(RowPlacement):
-    """Of the bucket that reduces ``stripe``.
+    """The placement of the bucket that reduces ``stripe``.
 
     Attributes:
-        first, last: elements of the flat buffer.
+        first, last: bounds of the stripe in the flat buffer.
     """
 
     def __init__(self, layout: StripedLayout, stripe: Stripe, params: Sequence[Any], is_lowest: bool) -> None:
@@ -76,13 +76,13 @@ class StripePlacement(RowPlacement):
         self.head = stripe.first - begin
         begins = [layout.offsets[param] for param in params]
         ends = [begin, *(offset + param.numel() for offset, param in zip(begins, params, strict=True))]
-        self._blanks = [offset - end for offset, end in zip(begins, ends, strict=False)]  # before each
+        self._blanks = [offset - end for offset, end in zip(begins, ends, strict=False)]  # padding before each
         self._rest = stripe.last - ends[-1]
 
     def pack(
         self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
     ) -> torch.Tensor:
-        """As the flat buffer has them, up to the stripe's end; the stripe begins at a multiple of some elements."""
+        """Pack as in the flat buffer, up to the stripe's end; the stripe begins at a multiple of ``_ALIGNMENT``."""
         pieces = with_zeros(self.order, gradients, dtype)
         if self._is_packed(pieces) and not self.head:
             return pieces[0]
@@ -98,7 +98,7 @@ class StripePlacement(RowPlacement):
         return torch.cat(packed)[unaligned:]
 
     def give(self, flat: torch.Tensor, shard: torch.Tensor, tag: int, label: str) -> InFlight:
-        """Begin to give the parameters of this rank's ``shard`` to all ranks, in their flat buffer. Collective."""
+        """Launch the all-gather of the stripe into ``flat``, from this rank's updated ``shard``. Collective."""
         rows = self._stripe.rows(flat)
         rows[self._layout.rank].copy_(shard[self.offset : self.offset + self.width], non_blocking=True)
         return self._layout.all_gather(rows, tag, label)
@@ -108,7 +108,7 @@ FlatLayout = StripedLayout | OwnedLayout
 
 
 class FlatShards(GradientShards):
-    """In DeepSpeed's ``averaged_gradients``."""
+    """Gradient shards in DeepSpeed's ``averaged_gradients``."""
 
     layouts: list[FlatLayout]
 
@@ -171,7 +171,7 @@ class FlatShards(GradientShards):
         return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts))
 
     def _counted(self, layout: FlatLayout) -> list[torch.Tensor]:
-        """Return what this rank counts of its gradient shard in the norm of all gradients."""
+        """Return the parts of this rank's gradient shard that it counts in the norm of all gradients."""
         shard = zero12.gradient_shard(self.optimizer, layout.group_index)
         counted = zero12.counted_in_norm(self.optimizer, layout.params)
         if counted is layout.params:
@@ -191,7 +191,7 @@ class FlatShards(GradientShards):
 
 
 def _why_stock(optimizer: Any) -> str:
-    """Return why the shards must have the elements that DeepSpeed gives them, each in one piece; else nothing."""
+    """Return why each shard must be one piece, as in DeepSpeed's layout; an empty string if it need not be."""
     module = type(optimizer.optimizer).__module__.partition(".")[0]
     if module in _BLOCKWISE:
         return f"the optimizer {type(optimizer.optimizer).__name__} keeps its states by blocks of elements"

@@ -1,6 +1,7 @@
 """The gradient shards of ZeRO-3: one per parameter, over the process group that shards it.
 
-With an optimizer that needs whole parameters, they are on owners, and DeepSpeed's own have nothing.
+With an optimizer that needs whole parameters, each gradient is in the shard of its parameter's owner, and DeepSpeed's
+gradient shards are empty.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
 class PerParamLayout(ShardLayout):
-    """The parameters' shards lie one after the other: each has so many ``columns``, from its ``begins`` on."""
+    """The shards of the parameters one after the other: each has ``columns`` elements per rank, from ``begins`` on."""
 
     def __init__(self, process_group: Any, params: Sequence[Any], *common: Any) -> None:
         super().__init__(process_group, params, *common)
@@ -58,22 +59,22 @@ class PerParamLayout(ShardLayout):
 
 
 class ColumnPlacement(RowPlacement):
-    """Of a bucket whose parameters are neighbours in ``layout``."""
+    """The placement of a bucket whose parameters are neighbours in ``layout``."""
 
     def __init__(self, layout: PerParamLayout, params: Sequence[Any]) -> None:
         super().__init__(layout, layout.begins[params[0]], sum(layout.columns[param] for param in params), params)
-        # torch._chunk_cat cuts a tensor as ZeRO-3 does.
+        # torch._chunk_cat divides a tensor as ZeRO-3 does.
         for param in params:
             assert layout.columns[param] == -(-zero3.full_numel(param) // layout.world_size)
 
     def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
-        # Packed, it has the size of a bucket already; a parameter as it lies may be larger.
+        # Packed gradients are bounded by the size of a bucket; a single parameter may be larger.
         yield from super().inputs(memory, most if len(self.order) == 1 else self.width, nodes)
 
     def pack(
         self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
     ) -> torch.Tensor:
-        """As the rows of all ranks, in the dtype of the reduction."""
+        """Pack as the rows of all ranks, in the dtype of the reduction."""
         to, shape = self._layout.dtype, (self._layout.world_size, self.width)
         device = self.order[0].device
         found = {gradient.dtype for gradient in gradients if gradient is not None}
@@ -88,7 +89,7 @@ class ColumnPlacement(RowPlacement):
 
 
 class PerParamShards(GradientShards):
-    """In DeepSpeed's buffer; or on owners, in :attr:`owned` of this window, by layout."""
+    """Gradient shards in DeepSpeed's buffer; with owners, in :attr:`owned`, by layout, for one window."""
 
     layouts: list[PerParamLayout | OwnedLayout]
 
@@ -107,7 +108,7 @@ class PerParamShards(GradientShards):
         everyone = dist.get_world_size(zero.data_parallel_group(optimizer))
         layouts: list[PerParamLayout | OwnedLayout] = []
         for process_group, params in by_group.items():
-            # The loss is the mean over all data-parallel ranks; so is its gradient, however few share a parameter.
+            # The loss is the mean over all data-parallel ranks, and so is its gradient, however few share a parameter.
             ranks = max(dist.get_world_size(process_group), everyone)
             divisor = zero3_optimizer.averaging_divisor(optimizer, params, ranks)
             common = (divisor, self.dtype, self.topology.of(process_group))
@@ -127,7 +128,7 @@ class PerParamShards(GradientShards):
         return messages.nbytes if holds_all else min(messages.nbytes, AMONG_GATHERS)
 
     def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
-        # With several layouts, those of the later modules first.
+        # With several layouts, buckets of later modules are first.
         buckets = super().make_buckets(config, limit, common)
         return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))
 
@@ -152,7 +153,7 @@ class PerParamShards(GradientShards):
         if not self.whole:
             zero3_optimizer.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
             return
-        # What this rank counts in the norm. The step reads what is owned.
+        # DeepSpeed gets what this rank counts in the norm. The step reads `owned`.
         by_group = [list(self.owned.values())]
         if not self._computes_norm:
             own, nothing = self.own_gradients(), by_group[0][0][:0]
@@ -170,20 +171,18 @@ class PerParamShards(GradientShards):
         }
 
     def layout_of(self, param: Any) -> OwnedLayout:
-        """Return the layout with an owner of ``param``."""
         return next(layout for layout in self.layouts if isinstance(layout, OwnedLayout) and param in layout.owners)
 
     @property
     def _computes_norm(self) -> bool:
-        """Whether the norm is that of all shards of all ranks, which have each element once, where they are."""
+        """Whether the norm is computed here, from the shards of all ranks, which together have each element once."""
         return self.on_device and not zero3_optimizer.is_model_parallel(self.optimizer)
 
     def norm(self) -> torch.Tensor:
-        """As in the base class, over groups of ranks too (U3).
+        """Return the norm as the base class says, also where groups of ranks shard parameters (U3).
 
-        Where DeepSpeed computes it, it does by group of parameters, and sums over the ranks that shard these.
-        Parameters of another group of ranks are others, so each of its ranks adds its share of the square, and each
-        element counts once.
+        DeepSpeed computes norms by parameter group, each summed over the ranks that shard the group. Other groups of
+        ranks have other parameters. So each rank adds its share of the square, and each element counts once.
         """
         from deepspeed import comm
 
@@ -213,14 +212,14 @@ class PerParamShards(GradientShards):
 
     def parameters_floor(self) -> dict[Any, Sent]:
         floor = {}
-        for param in self.optimizer.module.parameters():  # those that it does not train, too
+        for param in self.optimizer.module.parameters():  # also the parameters that the optimizer does not train
             group = zero3_optimizer.gradient_group(self.optimizer, param)
             floor[param] = self.topology.sent(zero3.full_bytes(param), group)
         return floor
 
 
 class _Run(NamedTuple):
-    """Elements that lie one after the other in the memory of which that shard is a view, as are the others."""
+    """Consecutive elements of the storage of which the shard of ``param_id`` is a view, from ``begin`` on."""
 
     param_id: int
     begin: int
@@ -228,14 +227,14 @@ class _Run(NamedTuple):
 
 
 class _Runs(NamedTuple):
-    """Runs, as long as the first of the shards is still this one; it is not kept."""
+    """Runs of a part of the shard, valid while ``made_of`` (weak) is still the first of its gradient shards."""
 
     made_of: Callable[[], torch.Tensor | None]
     runs: list[_Run]
 
 
 def _runs(shards: Mapping[int, torch.Tensor], layout: PerParamLayout, offset: int, numel: int) -> _Runs:
-    """Return ``numel`` elements of a rank's shard in as few runs as can be: DeepSpeed lays them into one buffer."""
+    """Return ``numel`` elements of this rank's shard in as few runs as possible. DeepSpeed has them in one buffer."""
     begins, runs, last = layout.begin_list, list[_Run](), None
     index, end = bisect_right(begins, offset) - 1, offset + numel
     first_id = zero3.param_id(layout.params[index])

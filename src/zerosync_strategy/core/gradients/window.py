@@ -10,8 +10,8 @@ state        backward              reduce        begin_step           abort     
 ``REDUCED``  error                 stay          -> ``CLOSED``        drop, -> CLOSED     drop, -> OPEN
 ===========  ====================  ============  ===================  ==================  ============
 
-A backward may reduce some gradients as it goes, or all of them when it is known to be the window's last; ``reduce``
-reduces the rest. These two communicate. ``abort`` issues no collective, and nothing here runs from a finaliser (W3).
+A backward may reduce some gradients while it runs, or all of them if it is known to be the window's last. ``reduce``
+reduces the rest. Only these two communicate. ``abort`` issues no collective, and no finaliser runs a reduction (W3).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zerosync_strategy.core.gradients.reducer import Reducer
 
 
 class WindowState(enum.Enum):
-    """Where a window is; the table above has the transitions."""
+    """The state of a window; the table above has the transitions."""
 
     CLOSED = "closed"  # no gradient since the last optimizer step
     OPEN = "open"  # gradients are local, or reduced in part
@@ -54,16 +54,16 @@ class _Last(enum.Enum):
 
     UNKNOWN = enum.auto()
     NEXT = enum.auto()  # promised to be the next one
-    RUNNING = enum.auto()  # the running backward, or the one that ran last, was promised to be it
-    STREAMED = enum.auto()  # and it has reduced gradients as it went
+    RUNNING = enum.auto()  # the running or most recent backward was promised to be the last
+    STREAMED = enum.auto()  # the same, and it reduced gradients while it ran
 
 
 class _Backward(enum.Enum):
-    """The backward that runs."""
+    """The running backward."""
 
     NONE = enum.auto()
-    AWAITED = enum.auto()  # another engine runs one, which has completed no gradient of this window yet
-    OURS = enum.auto()  # one of this window
+    AWAITED = enum.auto()  # of another engine; it has completed no gradient of this window yet
+    OURS = enum.auto()  # of this window
 
 
 class Window:
@@ -71,18 +71,18 @@ class Window:
 
     Args:
         overlap_last: reduce during the backward that is promised to be the last.
-        activity: a context that notes down what this rank does, around what may communicate (W4).
-        begins: is called when a backward begins, with whether it opens the window.
-        changes: finds what a program does to local gradients.
+        activity: a context around what may communicate; it records what this rank does (W4).
+        begins: called when a backward begins; its argument says whether the backward opens the window.
+        changes: finds edits of local gradients by the program.
 
     Attributes:
-        backwards: since the last optimizer step, as all counts, or the last ``zero_grad()``; one that runs inside
-            another counts with it.
-        unused: of these, those whose gradients nobody has reduced or dropped.
-        reductions, early_reductions: passes over the gradients; of these, those that were made while a backward ran.
+        backwards: number since the last optimizer step (as all counts here) or the last ``zero_grad()``; a nested
+            backward counts as part of the outer one.
+        unused: backwards whose gradients are neither reduced nor dropped.
+        reductions, early_reductions: passes over the gradients, and how many of them ran during a backward.
         seconds: host time in reductions.
-        dropped: backwards of the window that was dropped last, until the next backward; for errors.
-        interrupted: an exception has ended a backward; who mends what it has left sets this to ``False``.
+        dropped: backwards of the most recently dropped window, until the next backward; for errors.
+        interrupted: an exception has ended a backward; the code that cleans up after it sets this to ``False``.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Window:
         self.backwards = self.reductions = self.early_reductions = self.dropped = self.unused = 0
         self.seconds = 0.0
         self.interrupted = False
-        self._stepped = False  # since the last engine.step() has ended
-        self._zeroed = True  # zero_grad() has come since the last step
+        self._stepped = False  # since the end of the last engine.step()
+        self._zeroed = True  # zero_grad() was called since the last step
         self._shares = True  # this process's traffic with other engines
         # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
         self._backward = _Backward.NONE
@@ -120,10 +120,10 @@ class Window:
 
     @contextmanager
     def engine_backward(self, begins: bool = True) -> Iterator[None]:
-        """Around ``engine.backward``. An exception drops the window: its gradients are incomplete.
+        """Wrap ``engine.backward``. An exception drops the window, because its gradients are incomplete.
 
-        Not ``begins``: the backward may concern other engines alone. It is one of this window from the first gradient
-        of this engine.
+        With ``begins=False``, the backward may concern other engines only. It belongs to this window from the first
+        gradient of this engine on.
         """
         if self._backward is _Backward.NONE:
             if begins:
@@ -143,13 +143,13 @@ class Window:
         self._end_backward()
 
     def forward_begins(self) -> None:
-        """A forward begins; a raw backward that has not ended by now has raised."""
+        """Forget raw backwards that have not ended: when a forward begins, they have raised."""
         self._reset_graphs()
 
     def enter_graph(self, ready: LocalGradient | None = None) -> None:
-        """From a hook inside an autograd graph: a raw ``loss.backward()`` shows itself here.
+        """Detect a raw ``loss.backward()``. Called by hooks inside an autograd graph.
 
-        ``ready`` is the gradient that the backward has changed already, if any.
+        ``ready`` is the gradient that the backward has already changed, if any.
         """
         if self._engine_backwards:
             if self._backward is _Backward.AWAITED:
@@ -167,32 +167,32 @@ class Window:
             self._leave_backward()
 
     def added(self, gradient: LocalGradient, param: Any) -> None:
-        """Autograd has added to ``param.grad``."""
-        # Called for every gradient of every backward: where there is nothing to do, it calls nothing.
+        """Process an accumulation by autograd into ``param.grad``."""
+        # Called for every gradient of every backward, so it makes no further call if nothing is to be done (H6).
         if not self._reducer.only_adds or param.grad is not gradient.place or (self._shares and self._traffic.traffic):
             self.gradient_ready(gradient)
 
     def gradient_ready(self, gradient: LocalGradient) -> None:
-        """There is more in a gradient."""
+        """Process an accumulation into a gradient: begin the backward, or reduce buckets, if it is time."""
         if self._backward is not _Backward.OURS or not self._engine_backwards:
             self.enter_graph(gradient)
         if self._shares and self._traffic.traffic:
-            self._traffic.attribute()  # parameters that were gathered on the way to this gradient
+            self._traffic.attribute()  # gathers since the gradient before
         if self._reducer.gradient_ready(gradient):
             with self._activity(Doing.OWN_BACKWARD):
                 self._reducer.reduce_complete()
-            self._traffic.attribute()  # what was reduced
+            self._traffic.attribute()  # the reductions
 
     def reaches_unit(self, behind: int) -> None:
-        """The backward comes to a module of ZeRO-3; ``behind`` is as :meth:`Reducer.reduce_behind` takes it."""
+        """Reduce when the backward reaches a ZeRO-3 module; ``behind`` is as in :meth:`Reducer.reduce_behind`."""
         if self._backward is _Backward.OURS and self._reducer.needs_reduce_behind(behind):
-            self._traffic.attribute()  # parameters that were gathered on the way
+            self._traffic.attribute()  # gathers since the last attribution
             with self._activity(Doing.OWN_BACKWARD):
                 self._reducer.reduce_behind(behind)
             self._traffic.attribute()
 
     def add(self, gradient: LocalGradient, more: torch.Tensor) -> None:
-        """Add ``more``, in full, that a compiled graph has computed; its memory stays the graph's."""
+        """Add ``more``, a full gradient that a compiled graph has computed and whose memory the graph keeps."""
         param = gradient.param
         if param.grad is None:
             with zero3.as_it_is(), zero3.in_full_shapes((param,)):
@@ -204,7 +204,7 @@ class Window:
     def _graph_done(self, graph: int) -> None:
         self._graphs.discard(graph)
         self._leave_backward()
-        with self._activity(Doing.OWN_BACKWARD):  # engine.backward() is one itself
+        with self._activity(Doing.OWN_BACKWARD):  # engine.backward() enters this activity itself
             self._end_backward()
 
     def _leave_backward(self) -> None:
@@ -220,7 +220,7 @@ class Window:
         self.changes.check(but=None if ready is None else ready.param)
         self._shares = not self._traffic.is_alone
         is_last = self._last is _Last.NEXT and self._overlap_last
-        self._reducer.begin_backward(is_last, ready)  # may refuse; then nothing has begun
+        self._reducer.begin_backward(is_last, ready)  # may raise; then nothing has begun
         self._begins(self._state is WindowState.CLOSED)
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
@@ -232,7 +232,7 @@ class Window:
 
     def _end_backward(self) -> None:
         if self._backward is not _Backward.NONE or self._state is not WindowState.OPEN:
-            return  # a backward that runs inside another ends with it
+            return  # a nested backward ends with the outer one
         with self._reducing():
             streamed = self._reducer.end_backward()
         self.early_reductions += streamed
@@ -243,7 +243,7 @@ class Window:
 
     @property
     def has_reduced(self) -> bool:
-        """Whether gradients of this window are no longer on their parameters."""
+        """Whether some gradients of this window may no longer be on their parameters."""
         is_open = self._state is not WindowState.CLOSED
         return is_open and bool(self.reductions or self.early_reductions or not self._reducer.keeps_gradients)
 
@@ -258,17 +258,17 @@ class Window:
         self._last = _Last.NEXT
 
     def reduce(self) -> None:
-        """Reduce what is local and make the shards ready for the step. All ranks must call it alike."""
+        """Reduce the local gradients and prepare the shards for the step. Collective."""
         self._reset_graphs()
         self.changes.check()
         self._end_backward()
-        self.changes.reset()  # and the memory that is freed as they are reduced
+        self.changes.reset()  # drops its references, so that the reduction frees the gradients
         if self._state is not WindowState.OPEN:
             return
         with self._reducing():
             if self._reducer.needs_reduce:
                 self._reducer.reduce()
-                self.reductions += self._last is not _Last.STREAMED  # else it is part of the same pass
+                self.reductions += self._last is not _Last.STREAMED  # else part of the pass that the backward began
             self._reducer.close()
         self._enter(WindowState.REDUCED)
         self.unused = 0
@@ -285,7 +285,7 @@ class Window:
         self.seconds += time.perf_counter() - began
 
     def begin_step(self) -> None:
-        """Before DeepSpeed's own optimizer step: reduce what is open, and close."""
+        """Reduce what is still local and close the window. Called before DeepSpeed's own optimizer step."""
         if self._state is WindowState.CLOSED:
             why = f" The last window was dropped: {self._aborted}." if self._aborted else ""
             raise RuntimeError(
@@ -296,7 +296,7 @@ class Window:
         self._enter(WindowState.CLOSED)
 
     def end_step(self) -> None:
-        """After the step: count from zero. Kept apart from ``begin_step`` so that a report can read the counts."""
+        """Reset the counts after the step. Separate from ``begin_step``, so that a report can read the counts."""
         self.backwards = self.reductions = self.early_reductions = 0
         self.seconds = 0.0
         self._stepped = True
@@ -305,7 +305,7 @@ class Window:
         self._reset_graphs()
 
     def end_engine_step(self) -> None:
-        """At the end of ``engine.step()``, which may have stepped, and then called ``zero_grad()`` by itself."""
+        """Handle the end of ``engine.step()``: a ``zero_grad()`` that its step made is not counted as the program's."""
         if self._stepped:
             self._stepped = self._zeroed = False
 
@@ -323,10 +323,10 @@ class Window:
         self.backwards = self.unused = 0
 
     def check_zeroed(self) -> None:
-        """Before the step of a program that is not written for DeepSpeed, whose own ``step()`` uses gradients up.
+        """Raise a ``RuntimeError`` if ``zero_grad()`` was not called since the last step.
 
-        A ``RuntimeError``: ``zero_grad()`` has not come since the last step, and PyTorch would step its gradients
-        again.
+        Called before the step of a program that is written for plain PyTorch, which would step the old gradients again;
+        ZeRO's step consumes them.
         """
         if not self._zeroed and self._state is not WindowState.CLOSED:
             raise RuntimeError(
@@ -336,7 +336,7 @@ class Window:
             )
 
     def abort(self, reason: str) -> None:
-        """Drop the gradients and close, without a collective (W3). Does nothing when closed."""
+        """Drop the gradients and close the window, without a collective (W3). Does nothing when closed."""
         if self._backward is _Backward.OURS:
             self._interrupt()
         self._graphs.clear()
@@ -350,7 +350,7 @@ class Window:
         self._last = _Last.UNKNOWN
         self._aborted = reason
         self._reducer.reset()
-        if self.dropped:  # and not by zero_grad() before
+        if self.dropped:  # zero_grad() had not dropped them before
             warnings.warn(
                 f"ZeroSync dropped the gradients of {self.dropped} backward(s) since the last optimizer step: {reason}."
                 " Dropping them sent nothing to other ranks.",
@@ -358,7 +358,7 @@ class Window:
             )
 
     def warn_if_open(self, what: str) -> None:
-        """Warn where ``what`` comes in mid-window: its gradients are not in the checkpoint (W5)."""
+        """Warn that a checkpoint in mid-window lacks the window's gradients (W5). ``what`` is the operation."""
         if self.backwards and self._state is not WindowState.CLOSED:
             warnings.warn(
                 f"{what} with {self.backwards} backward(s) since the last optimizer step. Their gradients are"
@@ -368,7 +368,7 @@ class Window:
             )
 
     def _reset_graphs(self) -> None:
-        # A backward that raised never runs its final callback. Outside of any graph, none can be running.
+        # A backward that raised never runs its final callback. Outside of any autograd graph, no backward is running.
         if torch._C._current_graph_task_id() == -1:
             if self._graphs:
                 self._interrupt()
@@ -376,6 +376,6 @@ class Window:
             self._leave_backward()
 
     def _interrupt(self) -> None:
-        """An exception has ended a backward, at another place on each rank."""
+        """Record that an exception has ended a backward, at a different point on each rank."""
         self._reducer.interrupted()
         self.interrupted = True

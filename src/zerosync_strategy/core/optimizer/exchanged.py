@@ -1,10 +1,11 @@
 """The step of an optimizer that needs whole parameters on ZeRO-3, which cuts each into shards.
 
-Gradients are reduced to the rank that owns the parameter. After the step, owners send all ranks the shards of what they
-have stepped, 1/W of what a gather costs, in batches of at most a bucket or a parameter.
+Gradients are reduced to the owner of the parameter. After the step, each owner sends every rank its shards of the
+stepped parameters: 1/W of the bytes of a gather, in batches of at most a bucket or one parameter.
 
-Owners keep the fp32 master weights from step to step. An edit or a checkpoint changes DeepSpeed's shards of them. So
-ranks compare digests of these with those after the last step; where one is another, all send owners their shards.
+Owners keep the fp32 master weights from step to step. An edit or a loaded checkpoint changes DeepSpeed's shards of
+them. So ranks compare the digests of these shards with the digests after the last step. If one of them differs, all
+ranks send their shards to the owners.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 
-_TAG = 2**29  # below those of gathers and above those of reductions
+_TAG = 2**29  # below the tags of gathers and above the tags of reductions
 _IN_FLIGHT = 2
 
 Read = Callable[[Any], torch.Tensor]
@@ -34,14 +35,14 @@ Write = Callable[[Any, torch.Tensor], None]
 
 
 class _Batch:
-    """Parameters of one layout that are exchanged at a time."""
+    """Parameters of one layout that are exchanged together."""
 
     def __init__(self, layout: OwnedLayout, params: Sequence[Any]) -> None:
         self._layout = layout
         self._params = sorted(params, key=layout.owners.__getitem__)
         self._owners = [layout.owners[param] for param in self._params]
         self._shard_numels = list(map(zero3.shard_numel, self._params))
-        self._of_owners = [0] * layout.world_size  # elements of a rank's shards of what each owns
+        self._of_owners = [0] * layout.world_size  # by owner, elements of one rank's shards of its parameters
         for owner, numel in zip(self._owners, self._shard_numels, strict=True):
             self._of_owners[owner] += numel
         self._own = [param for param in self._params if param in layout.own_offsets]
@@ -49,7 +50,7 @@ class _Batch:
         self._width = sum(self._own_numels)
 
     def to_owners(self, shard_of: Read, take: Write) -> InFlight:
-        """Begin to send each owner the shards of its parameters; ``take`` has each, whole and flat, on its owner."""
+        """Launch the exchange of shards to owners. ``take`` is called with each owned parameter, whole and flat."""
         sent = torch.cat([shard_of(param) for param in self._params])
         received = sent.new_empty(self._layout.world_size * self._width)
 
@@ -62,9 +63,9 @@ class _Batch:
         return self._exchange(sent, received, self._of_owners, sizes, "master weights", use)
 
     def from_owners(self, values_of: Read, take: Write, like: torch.Tensor) -> InFlight:
-        """Begin to send the shards of parameters from their owners; ``take`` has this rank's shard of each.
+        """Launch the exchange of shards from owners. ``take`` is called with this rank's shard of each parameter.
 
-        ``values_of`` returns a parameter on its owner, whole and flat; ``like`` has its dtype and device.
+        ``values_of`` returns an owned parameter, whole and flat. ``like`` has the dtype and device.
         """
         sent = like.new_zeros(self._layout.world_size, self._width)
         for param, shards in zip(self._own, sent.split(self._own_numels, 1), strict=True):
@@ -72,7 +73,7 @@ class _Batch:
             padding = shards.numel() - values.numel()
             shards.copy_(torch.nn.functional.pad(values, (0, padding)).view_as(shards))
         rank, sizes, of_owners = self._layout.rank, [self._width] * self._layout.world_size, list(self._of_owners)
-        if not self._width:  # torch's fake process group takes no empty tensor: a plan would end here
+        if not self._width:  # torch's fake process group, which plans use, takes no empty tensor
             sent, sizes[rank], of_owners[rank] = like.new_zeros(1), 1, 1
         received = like.new_empty(sum(of_owners))
 
@@ -96,9 +97,9 @@ class _Batch:
 
 
 class ExchangedStepper(WholeStepper):
-    """Steps whole parameters for the ZeRO-3 optimizer that ``reducer`` reduces for. Collective.
+    """Steps whole parameters for the ZeRO-3 optimizer of ``reducer``. Making one is collective.
 
-    ``digest`` returns numbers that tell whether a flat tensor has changed.
+    ``digest`` returns numbers that differ after a change of a flat tensor.
     """
 
     def __init__(
@@ -111,12 +112,12 @@ class ExchangedStepper(WholeStepper):
         self._batches: list[_Batch] = []
         of_params = masters.by_param()
         self._flats = [master.flat for master in of_params]
-        # Where in the master weights of which sub-group this rank's shard of each parameter is.
+        # By parameter, the index of the sub-group and the bounds of this rank's shard in its master weights.
         self._places = {
             param: (index, begin, end) for index, master in enumerate(of_params) for param, begin, end in master.slices
         }
         itemsize = self._flats[0].element_size()
-        self._sent = Sent()  # by a rank, as a mean: its shards of all parameters
+        self._sent = Sent()  # bytes of a rank on average: the shards of all parameters
         for layout in (layout for layout in shards.layouts if isinstance(layout, OwnedLayout)):
             for params in zero.in_runs(layout.params, reducer.bucket_bytes // itemsize, zero3.full_numel):
                 self._batches.append(_Batch(layout, params))
@@ -128,7 +129,7 @@ class ExchangedStepper(WholeStepper):
         self.take(zero3_optimizer.torch_groups(self._zero))
         self._read_masters()
 
-    # DeepSpeed does the three for each sub-group in turn; here they are for all, with the first, or the last one.
+    # DeepSpeed calls these three for each sub-group. The first or the last call serves all sub-groups.
 
     def take_gradients(self, index: int) -> None:
         if index == 0:
@@ -162,7 +163,7 @@ class ExchangedStepper(WholeStepper):
         return layout.read(self._shards.owned[layout], param)
 
     def write_gradient(self, param: Any, value: torch.Tensor) -> None:
-        """Set the averaged gradient of ``param``, where this rank owns it."""
+        """Set the averaged gradient of ``param``, if this rank owns it."""
         require_numel(value, zero3.full_shape(param))
         layout = self._shards.layout_of(param)
         layout.write(value, self._shards.owned[layout], param)
@@ -182,7 +183,7 @@ class ExchangedStepper(WholeStepper):
 
     @torch.no_grad()
     def _read_masters(self) -> None:
-        """Let owners have the master weights of which ranks have shards. Collective."""
+        """Send the ranks' shards of the master weights to the owners. Collective."""
         self._exchange(batch.to_owners(self._master, self._take_master) for batch in self._batches)
         self._digests = self._digests_now()
 
@@ -192,7 +193,7 @@ class ExchangedStepper(WholeStepper):
                 self._read_masters()
 
     def _is_edited(self) -> bool:
-        """Return whether a rank's shard of the master weights is another than after the last step. Collective."""
+        """Return whether a rank's shard of the master weights has changed since the last step. Collective."""
         changed = [now.ne(before).any() for now, before in zip(self._digests_now(), self._digests, strict=True)]
         group = zero.data_parallel_group(self._zero)
         return bool(largest([int(torch.stack(changed).any())], group)[0])

@@ -29,20 +29,21 @@ class StripedStates:
         self._is_checked = False
 
     def to_stripes(self) -> None:
-        """Before a step. A collective call where they are in DeepSpeed's layout."""
+        """Move shards into stripes, before a step. Collective if they are in DeepSpeed's layout."""
         self._move(to_stock=False)
 
     def to_stock(self) -> None:
-        """Before DeepSpeed reads or writes them. A collective call after a step."""
+        """Move shards into DeepSpeed's layout, before DeepSpeed reads or writes them. Collective after a step."""
         self._move(to_stock=True)
 
     def slices(self, layout: FlatLayout) -> list[ShardSlice]:
-        """Return which elements of a flat buffer this rank has at present."""
+        """Return the elements of a flat buffer that are in this rank's shard in the current layout."""
         return layout.slices(self._is_stock)
 
     def read(self, param: Any, key: str | None) -> torch.Tensor:
-        """Return the master weights of ``param`` or its state ``key`` (``ValueError``: none), in full in fp32.
-        Collective.
+        """Return the full master weights of ``param`` in fp32, or its state ``key``. Collective.
+
+        Raises a ``ValueError`` if there is no such state.
         """
         layout = self.layout_of(param)
         return layout.read(self._shard(layout, key), param, self._is_stock)
@@ -53,9 +54,9 @@ class StripedStates:
         layout.write(value, self._shard(layout, key), param, self._is_stock)
 
     def check(self) -> None:
-        """After a step: a ``RuntimeError`` where states are neither one value for each element nor one for all.
+        """Raise a ``RuntimeError``, after a step, if a state has neither one value per element nor one value in all.
 
-        Those cannot be brought into DeepSpeed's layout.
+        No other state can be moved between the layouts.
         """
         if self._is_checked:
             return
@@ -73,7 +74,7 @@ class StripedStates:
 
     @property
     def _striped(self) -> Iterator[StripedLayout]:
-        """Yield the layouts whose shards may have to be brought into DeepSpeed's own."""
+        """Yield the layouts whose stripes differ from DeepSpeed's layout."""
         for layout in self._layouts:
             if isinstance(layout, StripedLayout) and not layout.stripes.is_stock:
                 yield layout
@@ -86,7 +87,7 @@ class StripedStates:
         for layout in self._striped:
             flat = zero12.flat_parameters(self._optimizer, layout.group_index)
             master = zero12.master(self._optimizer, layout.group_index)
-            if master.dtype == flat.dtype:  # they are the same
+            if master.dtype == flat.dtype:  # the flat buffer has the same values
                 for own in layout.stripes.slices(to_stock):
                     own.of(master.data).copy_(flat[own.start : own.stop])
             else:
@@ -116,13 +117,13 @@ class StripedStates:
 
 
 STEP_NUMEL = 2**18
-"""Elements of a rank's shard that are stepped at a time on the host: fewer would cost more than they save, and the
-temporary tensors of more do not fit in a processor's cache."""
+"""Elements of a shard that are stepped at a time on the host. With fewer, the overhead exceeds the gain. With more, the
+temporary tensors do not fit into a processor's cache."""
 _GATHER_TAG = 2**30  # above the tags of reductions, which may begin before a gather has ended
 
 
 class StepSlice(NamedTuple):
-    """Elements of master weights that are stepped at a time; then ``stepped`` is called, where there is one."""
+    """Elements of master weights that are stepped at a time; ``stepped`` is called afterwards."""
 
     begin: int
     end: int
@@ -136,7 +137,7 @@ StepSlices = Sequence[tuple[Any, Sequence[StepSlice]]]
 def step_slices(
     master: torch.Tensor, begin: int, end: int, stepped: Callable[[], None] | None = None
 ) -> Iterator[StepSlice]:
-    """Yield the elements of ``master`` from ``begin`` to ``end`` in slices, of which the last one calls ``stepped``."""
+    """Yield slices of ``master`` from ``begin`` to ``end``. The last one has ``stepped``."""
     count = max(1, (end - begin) // STEP_NUMEL) if master.device.type == "cpu" else 1
     for first in range(begin, begin + (count - 1) * STEP_NUMEL, STEP_NUMEL):
         yield StepSlice(first, first + STEP_NUMEL, None)
@@ -148,22 +149,22 @@ class Masters(ABC):
 
     @abstractmethod
     def by_param(self) -> list[MasterShard]:
-        """Return them by the parameters that they are of, as a step has them."""
+        """Return each master tensor, with the elements of each parameter in it, as in a step."""
 
     @abstractmethod
     def slices(self) -> StepSlices:
-        """Return them, and the slices in which a step can be made; none: at once."""
+        """Return each master tensor with the slices in which it can be stepped; no slices: stepped as a whole."""
 
     def states_made(self) -> None:  # noqa: B027  (no parameter of ZeRO-3 refers to them)
-        """The torch optimizer has made states after its first step."""
+        """Link new states of the torch optimizer to the parameters, after its first step."""
 
     def in_groups(self) -> AbstractContextManager[None]:
-        """While active, the groups of the torch optimizer have them."""
+        """While active, the groups of the torch optimizer have the master weights."""
         return nullcontext()
 
 
 class ShardMasters(Masters):
-    """Those of ZeRO-3."""
+    """The master weights of ZeRO-3."""
 
     def __init__(self, shards: PerParamShards) -> None:
         self._optimizer = shards.optimizer
@@ -172,7 +173,7 @@ class ShardMasters(Masters):
         return zero3_optimizer.master_shards(self._optimizer)
 
     def slices(self) -> StepSlices:
-        # Nothing is sent by slice, but the C library gives small temporary tensors at once.
+        # Nothing is sent by slice, but small temporary tensors are faster to allocate.
         masters = zero3_optimizer.flat_master_weights(self._optimizer)
         return [(flat, list(step_slices(flat, 0, flat.numel()))) for flat in masters]
 
@@ -180,18 +181,18 @@ class ShardMasters(Masters):
         return zero3_optimizer.masters_in_groups(self._optimizer)
 
 
-_ShardOf = Callable[[Any, int], torch.Tensor]  # of an optimizer's group
+_ShardOf = Callable[[Any, int], torch.Tensor]  # of an optimizer and the index of a group
 
 
 class FlatMasters(Masters):
-    """Those of ZeRO-1 and 2, from which all ranks are given the parameters, while the rest is stepped.
+    """The master weights of ZeRO-1 and 2. Stepped slices are all-gathered while the rest is stepped (H3).
 
     ``windows`` returns a number of windows, the same on all ranks (W4).
     """
 
     def __init__(self, shards: FlatShards, windows: Callable[[], int]) -> None:
         self._shards, self._optimizer, self._windows = shards, shards.optimizer, windows
-        self._in_flight: dict[GradientBucket, InFlight] = {}  # gathers for which nobody has waited
+        self._in_flight: dict[GradientBucket, InFlight] = {}  # gathers
 
     def by_param(self) -> list[MasterShard]:
         masters = []
@@ -209,14 +210,14 @@ class FlatMasters(Masters):
         zero12.relink_states(self._optimizer)
 
     def slices(self) -> StepSlices:
-        """As in the base class; what is called when one is stepped begins to gather it."""
+        """Return slices as in the base class; after each one, its gather is launched."""
         if self._shards.whole:
             return []
         masters = ((layout, zero12.master(self._optimizer, layout.group_index)) for layout in self._shards.layouts)
         return [(flat, list(self._by_buckets(flat, layout))) for layout, flat in masters]
 
     def _by_buckets(self, master: torch.Tensor, layout: FlatLayout) -> Iterator[StepSlice]:
-        """Yield slices of a few buckets each, as many as are worth a gather."""
+        """Yield slices. A gather follows every few buckets: after ``STEP_NUMEL`` elements or more."""
         buckets: list[GradientBucket] = []
         for bucket in self._buckets(layout):
             buckets.append(bucket)
@@ -234,7 +235,7 @@ class FlatMasters(Masters):
     def _gather(
         self, layout: FlatLayout, buckets: list[GradientBucket], shard_of: _ShardOf = zero12.stepped_shard
     ) -> None:
-        """Begin to give the parameters that the step has updated to all ranks, in place. Collective."""
+        """Launch the in-place gathers of the updated parameters of ``buckets``. Collective."""
         tag = _GATHER_TAG + self._windows() % 2**16
         flat = zero12.flat_parameters(self._optimizer, layout.group_index)
         shard = shard_of(self._optimizer, layout.group_index)
@@ -244,28 +245,25 @@ class FlatMasters(Masters):
             self._in_flight[bucket] = place.give(flat, shard, tag, label)
 
     def forget_gathers(self) -> None:
-        """Nobody waits any more for those of a step that raised."""
+        """Forget the gathers of a step that raised, without waiting for them."""
         self._in_flight.clear()
 
     def give_changed(self) -> None:
-        """Give all ranks the parameters of master weights that were changed otherwise than by a step. Collective.
+        """Gather the parameters of master weights that something other than a step has changed. Collective.
 
-        What uses the parameters next comes after their gathers (U2).
+        The next use of the parameters waits for these gathers (U2).
         """
         self.forget_gathers()
         self.give(zero12.changed_shard)
 
     def join_gathers(self) -> None:
-        """The step has raised: on a device, whatever uses parameters next comes after the gathers that it began."""
+        """Make the current stream wait for the gathers of a step that raised, on a device with streams."""
         if self._shards.streams.concurrent:  # elsewhere the host would wait for other ranks
             for gather in self._in_flight.values():
                 gather.wait()
 
     def give(self, shard_of: _ShardOf = zero12.stepped_shard) -> None:
-        """Give the parameters that the step has updated to all ranks, as far as it has not begun to. Collective.
-
-        They are complete on return.
-        """
+        """Gather all updated parameters that the step has not gathered yet, and wait for all gathers. Collective."""
         for layout in self._shards.layouts:
             buckets = [bucket for bucket in self._buckets(layout) if bucket not in self._in_flight]
             self._gather(layout, buckets, shard_of)

@@ -1,7 +1,7 @@
 """User access to pending gradients, between backward and step: read, modify, clip, normalise.
 
-Averaged gradients are in shards. ``full_gradients()`` gathers them onto the parameters. What the program changes goes
-back: each rank takes its own part. Unchanged elements stay as they are in the shard, which may be of a wider dtype.
+Averaged gradients are in shards. ``full_gradients()`` gathers them onto the parameters. Afterwards each rank copies its
+own part of the changes back. Unchanged elements keep their value in the shard, which may have a wider dtype.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from zerosync_strategy.core.optimizer.masters import StripedStates
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 
 FULL_GRADIENTS = "full gradients"
-"""The section of what programs that read gradients gather."""
+"""The report's name for traffic of programs that read gradients."""
 
 Section = Callable[[str], AbstractContextManager[None]]
 
 
 class PendingGradients:
-    """The gradients of one engine's window, as a program sees them before the step.
+    """Access to the gradients of one engine's window, before the step.
 
-    ``activity`` is around what may communicate, ``apart`` around what is sent and is not for the step.
+    ``activity`` wraps what may communicate. ``apart`` wraps traffic that is counted separately from the step's.
     """
 
     def __init__(self, engine: Any, reducer: Reducer, window: Window, activity: Section, apart: Section) -> None:
         self._engine, self._reducer, self._window = engine, reducer, window
         self._activity, self._apart = activity, apart
-        self._configured_clip_norm: float | None = None  # while another one is in force
-        self._are_shown = False  # in full_gradients(): what the parameters have is the gradient to step
+        self._configured_clip_norm: float | None = None  # while another clip norm is in force
+        self._are_shown = False  # in full_gradients(): the step uses the gradients on the parameters
 
     def reduce(self) -> None:
         with self._activity(Doing.REDUCTION):
@@ -53,7 +53,7 @@ class PendingGradients:
         return self._reducer.norm() / self._engine.optimizer.loss_scale
 
     def mean_over(self, items: float | torch.Tensor, losses_divided_by: float) -> None:
-        """Let the step be that of a mean over items; see :meth:`ZeroSync.mean_over`."""
+        """Count items over which the step takes the mean; see :meth:`ZeroSync.mean_over`."""
         if self._window.state is WindowState.REDUCED:
             raise RuntimeError(
                 "mean_over() was called between the reduction of the gradients and the optimizer step that uses them."
@@ -62,15 +62,15 @@ class PendingGradients:
         self._reducer.items.add(items, losses_divided_by)
 
     def dropped(self) -> None:
-        """``zero_grad()`` drops the gradients."""
-        self._are_shown = False  # they are dropped with those in the shards
+        """Forget what applies to gradients that ``zero_grad()`` drops."""
+        self._are_shown = False  # the shown gradients are dropped with the shards
         if self._window.state is WindowState.REDUCED:
-            self.restore_clip_norm()  # it was asked for the gradients that are dropped
+            self.restore_clip_norm()  # clip() applied to the dropped gradients
 
     # ---- clipping --------------------------------------------------------------------------------------------------
 
     def clip(self, max_norm: float) -> None:
-        """Clip the step, and only it, to ``max_norm``."""
+        """Clip the gradients of this step only to ``max_norm``."""
         before = zero.swap_clip_norm(self._engine.optimizer, max_norm)
         if self._configured_clip_norm is None:
             self._configured_clip_norm = before
@@ -87,7 +87,7 @@ class PendingGradients:
             self._configured_clip_norm = None
 
     def _clip_shown(self) -> None:
-        """Clip the gradients that the parameters show, instead of the step. Collective."""
+        """Clip the gradients shown on the parameters, and switch clipping in the step off. Collective."""
         if max_norm := zero.swap_clip_norm(self._engine.optimizer, 0.0):
             coefficient = (max_norm / (self.gradient_norm() + 1e-6)).clamp(max=1.0)
             for gradient in (param.grad for param in self._reducer.params if param.grad is not None):
@@ -97,7 +97,7 @@ class PendingGradients:
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Around code that sees and changes averaged gradients; see :meth:`ZeroSync.full_gradients`."""
+        """Show averaged gradients to code that reads or changes them; see :meth:`ZeroSync.full_gradients`."""
         self.reduce()
         if self._are_shown or self._window.state is WindowState.CLOSED:
             yield
@@ -107,20 +107,20 @@ class PendingGradients:
         self._are_shown = True
         try:
             if self.is_clipped:
-                self._clip_shown()  # it was asked for before
+                self._clip_shown()  # clip() was called before
             with zero3.in_full_shapes(self._reducer.params):
                 yield
             if self._are_shown:
                 self._take_back()
         finally:
-            if self._are_shown:  # from here on those in the shards count
+            if self._are_shown:  # from here on the gradients in the shards count
                 for param in self._reducer.params:
                     param.grad = None
             self._are_shown = False
 
     @torch.no_grad()
     def _show(self) -> None:
-        """Give every parameter its averaged gradient, without the loss scale. Collective."""
+        """Set every ``param.grad`` to the averaged gradient, without the loss scale. Collective."""
         for layout in self._reducer.layouts:
             first = layout.params[0]
             memory = layout.gather_shards(first.dtype, first.device, functools.partial(self._read_shard, layout))
@@ -137,7 +137,7 @@ class PendingGradients:
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Take this rank's part of the shown gradients into its shards, zeros for one that was removed."""
+        """Copy this rank's part of the shown gradients into its shards; zeros for a gradient set to ``None``."""
         for layout in self._reducer.layouts:
             for param in layout.params:
                 for own in layout.shard_slices(param):
@@ -163,7 +163,7 @@ class PendingGradients:
 
     @contextmanager
     def local_gradients(self) -> Iterator[None]:
-        """Around code that sees and changes local gradients; see :meth:`ZeroSync.local_gradients`."""
+        """Let code read and change local gradients; see :meth:`ZeroSync.local_gradients`."""
         with zero3.in_full_shapes(self._reducer.params):
             yield
         if self._window.state is WindowState.OPEN:
@@ -172,7 +172,7 @@ class PendingGradients:
     # ---- one gradient, by DeepSpeed's functions (engine/fragments.py) ----------------------------------------------
 
     def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
-        """Return the averaged gradient of ``param``; ``stock`` reads it in the shards. Collective."""
+        """Return the averaged gradient of ``param``; ``stock`` reads it from the shards. Collective."""
         if self._are_shown:
             return param.grad
         if self._window.state is WindowState.CLOSED:
@@ -189,7 +189,7 @@ class PendingGradients:
                 return self._average(param) if averages else stock()
 
     def check_reduced(self, function: str) -> None:
-        """A ``RuntimeError`` where DeepSpeed's ``function`` would not reach the gradients that the step uses."""
+        """Raise a ``RuntimeError`` if DeepSpeed's ``function`` would not reach the gradients that the step uses."""
         if self._window.state is not WindowState.REDUCED:
             when = "they are still each rank's own" if self._window.state is WindowState.OPEN else "there are none"
             raise RuntimeError(
@@ -217,9 +217,9 @@ class PendingGradients:
 
 
 class FlatPendingGradients(PendingGradients):
-    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would look for shards in its own layout.
+    """Pending gradients of stages 1 and 2, where DeepSpeed's functions would expect shards in its own layout.
 
-    ``whole`` has the states of an optimizer that needs whole parameters, each on its owner.
+    ``whole`` steps an optimizer that needs whole parameters, and holds its states, each on the parameter's owner.
     """
 
     def __init__(self, *common: Any, states: StripedStates, whole: WholeStepper | None) -> None:

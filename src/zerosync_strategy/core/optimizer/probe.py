@@ -1,9 +1,9 @@
 """Does an optimizer update each element by itself? Found out by stepping copies of it on the host, not looked up.
 
-ZeRO gives each rank flat pieces of the parameters. So one copy steps a few parameters as they are, and two more step
-the same elements with the same gradients as two ranks of ZeRO would: those of each group in a flat tensor, cut in two.
-Where the results differ by more than rounding, each parameter must be on one rank as a whole. Then copies step each
-parameter alone: where that differs, too, no rank can step its part.
+ZeRO gives each rank flat pieces of the parameters. So one copy steps a few parameters as they are. Two more copies step
+the same elements with the same gradients as two ranks of ZeRO would: each group as a flat tensor, cut in two. If the
+results differ by more than rounding, each parameter must be whole on one rank. Then copies step each parameter alone;
+if that differs, too, no rank can step its part.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ class Scope(enum.Enum):
 
 
 class Finding(NamedTuple):
-    """What an optimizer's updates depend on; for an error, by how much they differ, or why nothing could be found."""
+    """What an optimizer's updates depend on. ``detail``, for an error: how much they differ, or why a trial failed."""
 
     scope: Scope
     detail: str = ""
 
 
-# First, for what an optimizer makes of a flat piece may grow with its square, as the factors of Shampoo.
+# Tried first, because the states of a flat piece may grow with its square, as Shampoo's factors do.
 _SMALL = ((8, 10), (6, 4, 3, 3), (37,))
-# Where thresholds leave small tensors out: factors begin at 128 rows and columns, 8 bits at 4096 elements.
+# Above the thresholds of optimizers: factored states begin at 128 rows and columns, 8-bit states at 4096 elements.
 _SHAPES = ((128, 160), (6, 4, 3, 3), (37,))
-_MATRICES = ((128, 160), (160, 128))  # for those that take nothing else
-_CUT = 9001  # elements that the first rank has, of small parameters a third: it ends in mid-row
-_SCALES = (1.0, 0.1, 10.0, 1.0, 100.0, 0.01, 1.0, 3.0)  # of the gradients in each step, across limits on their norm
-_LONGEST = 256  # steps at most, where something is done in every k-th
-_LEARNING_RATE = 1e-2  # where there is none
-_LARGEST_COPY = 1 << 20  # elements of a tensor that an optimizer has beside its states
-# Rounding: relative to the largest update of a tensor, 100 operations in fp32, which an optimizer may choose; and of a
-# parameter in its own dtype, a few in each step.
+_MATRICES = ((128, 160), (160, 128))  # for optimizers that take only matrices
+_CUT = 9001  # elements of the first rank (a third of small parameters); the cut is in mid-row
+_SCALES = (1.0, 0.1, 10.0, 1.0, 100.0, 0.01, 1.0, 3.0)  # of the gradients by step, below and above limits on their norm
+_LONGEST = 256  # most steps of a trial, for options that take effect in every k-th step
+_LEARNING_RATE = 1e-2  # if the optimizer has none
+_LARGEST_COPY = 1 << 20  # most elements of a tensor that an optimizer keeps outside of its states
+# Allowed rounding: 100 operations in fp32, to which an optimizer may convert, relative to the largest update of a
+# tensor; and a few operations per step in the parameter's own dtype.
 _ROUNDING = 100 * torch.finfo(torch.float32).eps
 _ROUNDING_OF_PARAMETERS = 4
-# Of the elements of a tensor: where a sign or a clamp decides, the last bit may make a large difference.
+# Share of a tensor's elements that may differ: at a sign or a clamp, the last bit can make a large difference.
 _OUTLIERS = 0.01
 
 
@@ -75,11 +75,11 @@ MakeTrial = Callable[[Shapes, torch.dtype, int], "_Trial"]
 
 
 def probe(optimizer: Any) -> Finding:
-    """Return what the updates of ``optimizer`` depend on, with the options that each of its groups has.
+    """Return what the updates of ``optimizer`` depend on, with the options of each of its groups.
 
-    It is neither changed nor stepped: copies without its parameters, states and hooks are. Nothing else that a program
-    can see changes either: random numbers, hooks on all optimizers, output. Learning rates do not count. What was found
-    for a class with the same options is remembered.
+    The optimizer is neither changed nor stepped; copies without its parameters, states and hooks are stepped. Random
+    numbers, hooks on all optimizers and output do not change either. Learning rates do not matter. Results are cached
+    by class and options.
     """
     key = _key(optimizer)
     if (found := _found.get(key)) is None:
@@ -91,7 +91,7 @@ def probe(optimizer: Any) -> Finding:
 
 
 def switches_weights(optimizer: Any) -> bool:
-    """Return whether ``train()`` and ``eval()`` of ``optimizer`` exchange the weights that it steps for others."""
+    """Return whether ``optimizer`` has ``train()`` and ``eval()``, which exchange the weights (schedule-free)."""
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
@@ -106,12 +106,12 @@ def _probe(optimizer: Any) -> Finding:
 
 
 def _probe_groups(trial: MakeTrial, counts: Sequence[int]) -> Finding:
-    """Return what trials with some groups find, of each of these numbers of steps, ascending."""
+    """Return the finding of trials with each of these numbers of steps, ascending."""
     small, steps = _try(trial, _SMALL, torch.float64, counts)
     if small.scope in (Scope.EVERYTHING, Scope.CHANCE, Scope.RANKS):
         return small
     differs = ""
-    if small.scope is Scope.PARAMETER:  # larger ones may still depend on each other
+    if small.scope is Scope.PARAMETER:  # larger parameters may still depend on each other
         differs, counts = small.detail, [steps]
     unknown = None
     for shapes, dtype in itertools.product((_SHAPES, _MATRICES), (torch.float64, torch.float32)):
@@ -126,7 +126,7 @@ def _probe_groups(trial: MakeTrial, counts: Sequence[int]) -> Finding:
 def _try(
     trial: MakeTrial, shapes: Shapes, dtype: torch.dtype, counts: Sequence[int], differs: str = ""
 ) -> tuple[Finding, int]:
-    """Return what a trial finds, and after how many steps: what differs after fewer is tried no further."""
+    """Return the finding and its number of steps; the first difference ends the search."""
     for steps in counts:
         found = _try_steps(trial(shapes, dtype, steps), differs)
         if found.scope is not Scope.ELEMENT:
@@ -135,7 +135,7 @@ def _try(
 
 
 def _try_steps(trial: _Trial, differs: str) -> Finding:
-    """Return what one trial finds; ``differs``: by how much flat pieces do, if that is known."""
+    """Return the finding of one trial. ``differs``: the difference of flat pieces, if already known."""
     try:
         whole = trial.run(lambda tensors: [tensors])
     except _MessageError as error:
@@ -156,7 +156,7 @@ def _try_steps(trial: _Trial, differs: str) -> Finding:
 
 @dataclass
 class _Trial:
-    """Steps copies of ``optimizer`` over parameters of these shapes, the same in each of its ``groups``."""
+    """Steps copies of ``optimizer`` on parameters of ``shapes``, the same in each of ``groups``."""
 
     optimizer: Any
     groups: Sequence[_Group]
@@ -168,10 +168,10 @@ class _Trial:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self._start = self._values(generator)
-        self._slope = self._values(generator)  # of each step: what adapts to the distance covered gets on
+        self._slope = self._values(generator)  # mean gradient: optimizers that adapt to the distance covered progress
 
     def run(self, divide: Divide) -> Tensors:
-        """Step as many copies as ``divide`` divides the parameters among; return these as they end, by group, flat."""
+        """Step one copy for each part that ``divide`` makes of the parameters; return the results, flat, by group."""
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)
@@ -198,14 +198,14 @@ class _Trial:
         return [_flat([param for part in parts for param in part]) for parts in params]
 
     def difference(self, whole: Tensors, divide: Divide, what: str) -> str:
-        """Return how ``divide`` lets a step differ from that of ``whole`` parameters; empty where it does not."""
+        """Return how steps divided by ``divide`` differ from those of ``whole`` parameters; empty if they do not."""
         try:
             return self._difference(whole, self.run(divide))
         except Exception as error:
             return f"a step of {what} raises {type(error).__name__}: {error}"
 
     def _difference(self, whole: Tensors, divided: Tensors) -> str:
-        """Return by how much the updates of a parameter differ, more than by rounding; empty where none do."""
+        """Return by how much the updates of a parameter differ beyond rounding; empty if none do."""
         sizes = [start.numel() for start in self._start]
         for ends, ends_divided in zip(whole, divided, strict=True):
             for start, end, other in zip(self._start, ends.split(sizes), ends_divided.split(sizes), strict=True):
@@ -220,11 +220,11 @@ class _Trial:
         scale = _SCALES[step % len(_SCALES)]
         drawn = zip(self._values(generator), self._slope, self._start, strict=True)
         gradients = [(scale * (noise + slope), start) for noise, slope, start in drawn]
-        # The first: where an optimizer projects its step onto the sphere that the parameter is on.
+        # Orthogonal in the first step, for optimizers that project their step onto the parameter's sphere.
         return [_orthogonal(gradient, start) if step == 0 else gradient for gradient, start in gradients]
 
     def _values(self, generator: torch.Generator) -> Tensors:
-        """Return values that have another mean and another norm in each row."""
+        """Return values with a different mean and norm in each row."""
         values = []
         for shape in self.shapes:
             rows = torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator, dtype=self.dtype).exp()
@@ -239,7 +239,7 @@ def _ranks(tensors: Tensors) -> list[Tensors]:
 
 
 def _random_states() -> list[Any]:
-    """Return the states of all generators that an optimizer may draw from, to be compared."""
+    """Return the comparable states of all random generators that an optimizer may draw from."""
     return [bytes(torch.get_rng_state().numpy()), random.getstate(), repr(numpy.random.get_state(legacy=False))]
 
 
@@ -248,14 +248,14 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _orthogonal(tensor: Tensor, to: Tensor) -> Tensor:
-    """Return ``tensor`` without its part along ``to``, in each row of a kernel and elsewhere as a whole."""
+    """Return ``tensor`` without its component along ``to``: by row for kernels, else as a whole."""
     rows, others = (each.flatten(1) if each.dim() > 2 else each.reshape(1, -1) for each in (tensor, to))
     along = (rows * others).sum(1, keepdim=True) / others.square().sum(1, keepdim=True)
     return (rows - along * others).view_as(tensor)
 
 
 def _steps(optimizer: Any) -> int:
-    """Return how many steps show all that ``optimizer`` does, options for every k-th step included."""
+    """Return a number of steps that shows all effects of ``optimizer``, also of options for every k-th step."""
     options = [value for group in optimizer.param_groups for value in group.values()] + list(vars(optimizer).values())
     periods = [value for value in options if isinstance(value, int) and not isinstance(value, bool)]
     return max([3 * len(_SCALES)] + [period + 2 for period in periods if period <= _LONGEST])
@@ -265,10 +265,8 @@ def _steps(optimizer: Any) -> int:
 
 
 class _Group(NamedTuple):
-    """What parameters have in common."""
-
     options: dict[str, Any]
-    state: dict[str, Any]  # words and truths that a constructor notes, as Moonlight's Muon; others may be of a step
+    state: dict[str, Any]  # strings and bools, which a constructor may set (Moonlight's Muon); a step may set others
 
 
 def _groups(optimizer: Any) -> list[_Group]:
@@ -276,7 +274,7 @@ def _groups(optimizer: Any) -> list[_Group]:
     groups: dict[str, _Group] = {}
     states = getattr(optimizer, "state", {})
     in_groups = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    # In the groups, DeepSpeed has replaced these by flat ones.
+    # States of parameters that DeepSpeed has replaced, in the groups, by flat ones.
     replaced = [_noted(state) for param, state in states.items() if id(param) not in in_groups]
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in ("params", "step", "initial_lr")}
@@ -286,7 +284,7 @@ def _groups(optimizer: Any) -> list[_Group]:
             rate = float(optimizer.defaults.get("lr") or _LEARNING_RATE)  # a scheduler may have set the group's to 0
             options["lr"] = torch.tensor(rate) if isinstance(options["lr"], Tensor) else rate
         noted = replaced or [_noted(states.get(param, {})) for param in group["params"]] or [{}]
-        for state in {repr(state): state for state in noted}.values():  # there may be many parameters
+        for state in {repr(state): state for state in noted}.values():  # each once, of many parameters
             groups.setdefault(repr((options, state)), _Group(options, state))
     return list(groups.values())
 
@@ -296,11 +294,11 @@ def _noted(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _MessageError(RuntimeError):
-    """An operator would exchange something with other ranks; the text names it."""
+    """An operator of a trial would communicate; the text names it."""
 
 
 class _Alone(TorchDispatchMode):
-    """In a trial nothing is exchanged with other ranks: they may be elsewhere, or step other parameters."""
+    """Forbids communication in a trial: other ranks may be at another point, or step other parameters."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -309,7 +307,7 @@ class _Alone(TorchDispatchMode):
 
 
 class _CopySmallTensors(TorchFunctionMode):
-    """An optimizer may keep a model, which is not to be copied."""
+    """Forbids copies of large tensors: an optimizer may keep a reference to a model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__deepcopy__, Tensor.clone) and args[0].numel() > _LARGEST_COPY:
@@ -318,7 +316,7 @@ class _CopySmallTensors(TorchFunctionMode):
 
 
 def _copied(optimizer: Any, groups: Sequence[_Group], params: Sequence[Tensors]) -> Any:
-    """Return a copy of ``optimizer`` with these groups and parameters, and without other states and hooks."""
+    """Return a copy of ``optimizer`` with these groups and parameters, without other states and hooks."""
     made = [copy.deepcopy(each.options) | {"params": list(own)} for each, own in zip(groups, params, strict=True)]
     with _CopySmallTensors():
         twin = _twin(optimizer, made, {})
@@ -329,7 +327,7 @@ def _copied(optimizer: Any, groups: Sequence[_Group], params: Sequence[Tensors])
 
 
 def _twin(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Any:
-    """Return the copy; ``memo``, of ``deepcopy()``, has the copies of the optimizers that share it, too."""
+    """Return the copy. ``memo``, as of ``deepcopy()``, collects the copies of nested optimizers, too."""
     twin = object.__new__(type(optimizer))
     own = dict(vars(optimizer))
     own.pop("step", None)  # a scheduler has wrapped it
@@ -349,7 +347,7 @@ def _twin(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) ->
 
 
 def _key(optimizer: Any) -> Any:
-    """Return the class and the options; ``None`` where it keeps more than can be compared."""
+    """Return the class and the options, to cache by; ``None`` if the optimizer has other attributes."""
     simple = (bool, int, float, str, tuple, type(None))
     options = {name: value for name, value in vars(optimizer).items() if isinstance(value, simple)}
     known = {"defaults", "state", "param_groups", "step", *options}
@@ -360,13 +358,13 @@ def _key(optimizer: Any) -> Any:
 
 @contextmanager
 def _unnoticed() -> Iterator[None]:
-    """Around a trial: what it does is seen by nothing else in this process."""
+    """Isolate a trial: nothing else in this process sees its effects."""
     global_hooks: Any = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     hooks = [dict(each) for each in global_hooks]
     state, state_of_numpy = random.getstate(), numpy.random.get_state()
     with (
         torch.random.fork_rng(devices=[]),
-        _disable_current_modes(),  # such as the one in which a plan's replay leaves computing out
+        _disable_current_modes(),  # as that of a plan's replay, which skips the arithmetic
         torch.enable_grad(),
         torch.device("cpu"),
         torch.compiler.set_stance("force_eager"),  # compiling takes longer than a trial

@@ -33,23 +33,24 @@ _FOUND = {
     Scope.EVERYTHING: "computes with all parameters at once",
     Scope.CHANCE: "draws random numbers, which ranks would draw alike for different elements",
 }
-# Right, and compiled for a GPU or when they are made, so that a trial on the host would tell nothing. By package.
+# Known to be elementwise, by package. Their code is compiled for a GPU, or when they are made: no trial on the host can
+# run it.
 _ELEMENTWISE = {
     "apex": r"Fused(Adam|SGD|Adagrad)",
     "bitsandbytes": r"(Paged)?(Adam|AdamW|AdEMAMix|Lion|RMSprop|SGD)(8bit|32bit)?",
     "deepspeed": r"FusedAdam|FusedLion|DeepSpeedCPU(Adam|Adagrad|Lion)",
     "transformer_engine": r"Fused(Adam|SGD)",
 }
-# Those whose parameters are flat shards by now.
+# Optimizers whose parameters an engine has replaced by flat shards.
 _used: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool | str = False) -> str:
-    """Return why ZeRO cannot train ``module`` with ``optimizer``, as it was before DeepSpeed has it; empty if it can.
+    """Return why ZeRO cannot train ``module`` with ``optimizer``; empty if it can.
 
-    Anything but a torch optimizer with parameters in ``params``, such as Accelerate's ``DummyOptim``, stands for one
-    that DeepSpeed makes. ``elementwise`` is what the user says: that it updates each element by itself, or needs
-    ``"whole"`` parameters.
+    Called before DeepSpeed gets the optimizer. Any other object with parameters in ``params``, as Accelerate's
+    ``DummyOptim``, stands for an optimizer that DeepSpeed makes. ``elementwise`` is the user's option: the optimizer
+    updates each element by itself, or needs ``"whole"`` parameters.
     """
     if any(inner in _used for inner in _unwrapped(optimizer)):
         return (
@@ -61,10 +62,10 @@ def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool
 
 
 class Kind(NamedTuple):
-    """What an optimizer is for ZeRO.
+    """How ZeRO can use an optimizer.
 
     Attributes:
-        problem: why no rank can step its part of the parameters by it; empty if it can.
+        problem: why no rank can step its part of the parameters with it; empty if it can.
         needs_whole: it must step parameters in their shapes, each on one rank.
     """
 
@@ -73,21 +74,21 @@ class Kind(NamedTuple):
 
 
 def kind_of(optimizer: Any, elementwise: bool | str = False) -> Kind:
-    """Return what ``optimizer`` is, as :func:`optimizer_problem` takes it; tried where nothing else tells."""
+    """Return the kind of ``optimizer``, by a trial if its class is not known. See :func:`optimizer_problem`."""
     problem = _known_problem(optimizer, elementwise)
     if problem or elementwise:
         return Kind(problem, elementwise == WHOLE)
     if _is_elementwise(optimizer):
         return Kind("")
     found = probe(optimizer)
-    # Small parameters do not show all that a class may do to large ones.
+    # A class may treat large parameters in ways that small ones do not show.
     needs_whole = found.scope is Scope.PARAMETER or _is_known(optimizer, _WHOLE_TENSORS) is not None
     return Kind(_found_problem(optimizer, found), needs_whole)
 
 
 def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
-    """Return what is known of a class without a trial."""
-    if not elementwise and (cls := _is_known(optimizer, _ALL_PARAMETERS)):  # some could be tried on a GPU alone
+    """Return a problem that the class is known to have; empty if none."""
+    if not elementwise and (cls := _is_known(optimizer, _ALL_PARAMETERS)):  # a trial of some would need a GPU
         return f"the optimizer {_named(optimizer, cls)} {_FOUND[Scope.EVERYTHING]}, {_WRONG} {_REMEDY}"
     for inner in _unwrapped(optimizer):
         if isinstance(inner, torch.optim.Adagrad):
@@ -107,13 +108,13 @@ def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
 
 
 def _is_known(optimizer: Any, names: frozenset[str]) -> type | None:
-    """Return the class of ``optimizer``, or one that it is a kind of, whose name has one of ``names`` in it."""
+    """Return the class of ``optimizer``, or a base class, with one of ``names`` among the words of its name."""
     classes = (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__)
     return next((cls for cls in classes if _words(cls.__name__) & names), None)
 
 
 def _is_elementwise(optimizer: Any) -> bool:
-    """Return whether this is known of the class, or DeepSpeed has still to make the optimizer."""
+    """Return whether the class is known to be elementwise, or DeepSpeed is yet to make the optimizer."""
     cls = type(optimizer)
     names = _ELEMENTWISE.get(cls.__module__.partition(".")[0], "")
     is_made = hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")
@@ -172,7 +173,7 @@ def renormed_problem(module: torch.nn.Module) -> str:
 
 
 def shared_memory_problem(module: torch.nn.Module) -> str:
-    """Return which parameters of ``module`` shared memory when DeepSpeed was given them; empty if none are known."""
+    """Return which parameters of ``module`` shared memory when DeepSpeed got them; empty if none are known."""
     pairs = [
         f"{first!r} and {second!r}" if first != second else f"{first!r} with itself"
         for first, second in compat.sharing(module)
@@ -216,7 +217,7 @@ def _groups(optimizer: Any) -> Iterator[list[Any]]:
     if groups is None:
         params = getattr(optimizer, "params", ())
         if not isinstance(params, (list, tuple)):
-            return  # a generator is DeepSpeed's to read
+            return  # a generator: DeepSpeed must be the first to read it
         groups = params if params and isinstance(params[0], dict) else [{"params": list(params)}]
     for group in groups:
         params = group["params"]
@@ -229,14 +230,14 @@ def _named(optimizer: Any, cls: type) -> str:
 
 
 def _words(name: str) -> set[str]:
-    """Return the words of a class name, and what neighbouring ones make together, in lower case."""
+    """Return the words of a class name, and all joins of neighbouring words, in lower case."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
     return {text.lower() for first in range(len(words)) for text in accumulate(words[first:])}
 
 
 def warn_of_empty_groups(call: str, optimizer: Any) -> None:
-    """Warn of groups without parameters, which DeepSpeed takes away, where a scheduler may have been made before."""
-    groups = getattr(optimizer, "param_groups", ())  # DeepSpeed is to make some
+    """Warn of empty groups, which DeepSpeed removes: a scheduler made before would no longer match."""
+    groups = getattr(optimizer, "param_groups", ())  # none if DeepSpeed is yet to make the optimizer
     if empty := [str(index) for index, group in enumerate(groups) if not group["params"]]:
         warnings.warn(
             f"{call} found that group {', '.join(empty)} of the optimizer has no parameters. DeepSpeed takes it away,"
@@ -247,7 +248,7 @@ def warn_of_empty_groups(call: str, optimizer: Any) -> None:
 
 
 def drop_empty_groups(optimizer: Any, scheduler: Any) -> None:
-    """Take groups without parameters, as DeepSpeed does, from an optimizer and the ``scheduler`` of its rates."""
+    """Remove empty groups from an optimizer, as DeepSpeed does, and from the ``scheduler`` of its learning rates."""
     kept = [index for index, group in enumerate(optimizer.param_groups) if group["params"]]
     number = len(optimizer.param_groups)
     if len(kept) == number:

@@ -1,11 +1,12 @@
 """The stepper makes the torch optimizer's step: without frozen parameters, and part by part where it can be (N1).
 
-ZeRO steps its flat master weights in whole, frozen parameters with gradient zero: weight decay and momentum would move
-them, and thawed ones would go on at the others' step count. So the optimizer is given *runs* in their place: views of
-the master weights and of its own states, each with scalar states (as Adam's ``step``) of its own. Parameters that were
-stepped at the same steps are a *cohort*, and have the same scalars; until one is frozen in a whole step, there is one.
+ZeRO steps its flat master weights as a whole, with gradient zero for frozen parameters. Weight decay and momentum would
+move these, and a parameter that is unfrozen later would continue at the step count of the others. So the optimizer is
+given *runs* instead: views of the master weights and of its own states, with scalar states (as Adam's ``step``) of
+their own. Parameters that were stepped in the same steps form a *cohort* and share their scalars. There is one cohort
+until a parameter is frozen for a whole step.
 
-A step of slices has a second use: the parameters of one are gathered while the next is stepped.
+Stepping in slices also allows gathering the parameters of one slice while the next slice is stepped.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from zerosync_strategy.core.optimizer.masters import Masters, StepSlice, StepSli
 
 State = dict[str, Any]
 Runs = list[tuple[int, int]]
-"""Where elements begin and end in master weights, ascending."""
-# What they do in a step is the sum of what they do to each tensor. Another class may count steps by group.
+"""Bounds of elements in master weights, ascending."""
+# They step each tensor independently. Another class may count steps by group.
 STEPPED_BY_TENSOR = frozenset([SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop])
 _PACKAGES_BY_TENSOR = frozenset(["bitsandbytes", "deepspeed"])
 
 
 def counts_by_tensor(optimizer: Any) -> bool:
-    """Return whether several calls of its ``step()``, each with a part of its parameters, are known to be as one."""
+    """Return whether calls of ``step()``, each with a part of the parameters, are known to equal a single call."""
     return type(optimizer) in STEPPED_BY_TENSOR or type(optimizer).__module__.partition(".")[0] in _PACKAGES_BY_TENSOR
 
 
 @dataclass
 class _Cohort:
-    """Parameters that were stepped at the same steps; by index of master weights, the scalar states they share."""
+    """Parameters stepped in the same steps; ``scalars`` are their shared states, by index of the master weights."""
 
     params: set[Any]
     scalars: dict[int, State] = field(default_factory=dict)
 
 
 class _Part(NamedTuple):
-    """What the optimizer is given in place of master weights: runs of a cohort in one slice of them."""
+    """What the optimizer steps in place of master weights: a cohort's runs in one slice of them."""
 
     group: dict[str, Any]
     flat: Any
@@ -60,11 +61,11 @@ class _Part(NamedTuple):
 
 
 class Stepper:
-    """Lets the optimizer of these ``shards`` and master weights step what is not frozen.
+    """Makes the optimizer of ``shards`` and ``masters`` step the parameters that are not frozen.
 
     Attributes:
-        mode: ``"train"`` or ``"eval"``, by which of the optimizer's methods the weights were exchanged since they were
-            loaded; empty: by none.
+        mode: ``"train"`` or ``"eval"``, the optimizer's method that last exchanged the weights since they were loaded;
+            empty: none did.
     """
 
     mode = ""
@@ -72,7 +73,7 @@ class Stepper:
     def __init__(self, shards: GradientShards, masters: Masters) -> None:
         self._zero, self._params, self._masters = shards.optimizer, shards.params, masters
         self._cohorts = [_Cohort(set(shards.params))]
-        self._frozen: set[Any] | None = None  # in all backwards since the last step; None before the first
+        self._frozen: set[Any] | None = None  # in all backwards since the last step; None: no backward yet
 
     @property
     def _optimizer(self) -> Any:
@@ -80,7 +81,7 @@ class Stepper:
         return self._zero.optimizer
 
     def backward_begins(self, is_first: bool) -> None:
-        """A backward begins, the first of its step or not: what requires a gradient now is stepped."""
+        """Record what is frozen when a backward begins: a parameter that requires a gradient in any one is stepped."""
         with zero3.as_it_is():
             frozen = {param for param in self._params if not param.requires_grad}
         self._frozen = frozen if is_first or self._frozen is None else self._frozen & frozen
@@ -108,13 +109,13 @@ class Stepper:
         with self._stepping_by(lambda: self._parts(slices, masters, cohorts)):
             yield
         for index, (flat, _) in enumerate(slices):
-            # DeepSpeed's checkpoints have one count of steps: that of the first.
+            # DeepSpeed's checkpoints have one step count, here that of the first cohort.
             shared = (cohort.scalars.get(index) for cohort in self._cohorts)
             if scalars := next(filter(None, shared), None):
                 self._optimizer.state[flat].update(_copied(scalars))
 
     def change(self, change: Callable[[], None]) -> None:
-        """Call ``change``, a method of the torch optimizer, which changes the weights of what it has stepped."""
+        """Call ``change``, a method of the torch optimizer that changes the weights of stepped parameters."""
         with self._masters.in_groups():
             if len(self._cohorts) == 1:
                 change()
@@ -126,7 +127,7 @@ class Stepper:
                 self._call(stepped, change)
 
     def _slices(self) -> StepSlices | None:
-        """Return the slices in which the coming step is to be made; ``None``: at once."""
+        """Return the slices in which to make the next step; ``None``: as a whole."""
         if offloads(self._zero) or not _can_step_by_part(self._optimizer):
             return None
         slices = self._masters.slices()
@@ -148,9 +149,9 @@ class Stepper:
     def _parts(
         self, slices: StepSlices, masters: Sequence[MasterShard] | None, cohorts: Sequence[_Cohort]
     ) -> Iterator[_Part]:
-        """Yield the parts of a step: by slice, those of the ``cohorts``, and then one that calls what follows it.
+        """Yield the parts of a step: by slice, a part per cohort, then a part for the slice's callback.
 
-        ``masters`` are those of ``slices``, where the cohorts have parts of them only.
+        ``masters`` has the parameters in the ``slices``' master weights; ``None`` if a single cohort has everything.
         """
         index_of = {id(flat): index for index, (flat, _) in enumerate(slices)}
         for group in self._optimizer.param_groups:
@@ -167,10 +168,10 @@ class Stepper:
 
     @contextmanager
     def _stepping_by(self, parts: Callable[[], Iterator[_Part]]) -> Iterator[None]:
-        """While active, a step of the torch optimizer steps ``parts`` of its master weights, one after the other."""
+        """While active, a step of the torch optimizer steps ``parts``, one after the other."""
         optimizer = self._optimizer
         stock, own = optimizer.step, vars(optimizer).get("step")  # a learning-rate scheduler sets one on the instance
-        # What counts calls of step() counts one.
+        # Wrappers that count calls of step() count a single one.
         again = type(optimizer).step.__wrapped__.__get__(optimizer) if _can_step_by_part(optimizer) else stock
 
         def step(*_: Any, **__: Any) -> None:
@@ -181,7 +182,7 @@ class Stepper:
             last = max((number for number, has in enumerate(has_runs) if has), default=-1)
             with self._without_params():
                 for number, of_call in enumerate(calls):
-                    # What counts steps by group counts those in which all is frozen, too.
+                    # An optimizer that counts steps by group also counts a step in which all is frozen.
                     if has_runs[number] or not by_tensor:
                         self._call(of_call, stock if number == last else again)
                     for part in of_call:
@@ -208,7 +209,7 @@ class Stepper:
                 group["params"] = flats
 
     def _call(self, parts: Sequence[_Part], method: Callable[[], Any]) -> None:
-        """Call a method of the torch optimizer, whose groups have these parts and nothing else."""
+        """Call a method of the torch optimizer while its groups hold ``parts`` and nothing else."""
         entered = [(part, _enter(self._optimizer, part)) for part in parts if part.runs]
         for part, views in entered:
             part.group["params"] = part.group["params"] + views
@@ -218,7 +219,7 @@ class Stepper:
             part.cohort.scalars[part.master] = self._leave(part, views)
 
     def _leave(self, part: _Part, views: list[Any]) -> State:
-        """Take the states of the ``views`` after their step; return those that are not of their shape."""
+        """Copy the states of the stepped ``views`` into the whole states; return the scalar states."""
         whole, scalars = self._optimizer.state[part.flat], {}
         for view, (begin, end) in zip(views, part.runs, strict=True):
             state = self._optimizer.state.pop(view, {})  # plain SGD has none
@@ -234,9 +235,9 @@ class Stepper:
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state(self, names: Mapping[Any, str], group: Any) -> list[Any]:
-        """Return the cohorts, for a checkpoint; none where nothing was frozen, and else a collective call.
+        """Return the cohorts for a checkpoint: names of parameters and scalars. Empty, without a message, if one only.
 
-        By cohort, the names of the parameters, and the scalars. A rank alone has those of its own shard.
+        Collective otherwise, because a rank has the scalars of its own shard only.
         """
         if len(self._cohorts) == 1:
             return []
@@ -248,7 +249,7 @@ class Stepper:
         return state
 
     def load(self, state: list[Any], names: Mapping[Any, str]) -> None:
-        """Go on with what :meth:`state` has returned."""
+        """Restore what :meth:`state` has returned."""
         cohort_of = {name: number for number, (of_cohort, _) in enumerate(state) for name in of_cohort}
         cohorts = [_Cohort(set(), copy.deepcopy(scalars)) for _, scalars in state] or [_Cohort(set())]
         for param in self._params:
@@ -258,7 +259,7 @@ class Stepper:
 
 
 def _can_step_by_part(optimizer: Any) -> bool:
-    """Return whether nobody can tell from outside of ``optimizer`` that a step was made part by part."""
+    """Return whether ``optimizer`` can step part by part without any hook or wrapper noticing."""
     own = vars(optimizer).get("step")
     return (
         type(optimizer) in STEPPED_BY_TENSOR
@@ -275,7 +276,7 @@ def _whole(masters: Sequence[MasterShard]) -> StepSlices:
 
 
 def _runs(master: MasterShard, params: set[Any]) -> Runs:
-    """Return where the elements of ``params`` lie, neighbours as one."""
+    """Return the bounds of ``params`` in the master weights, with neighbours merged."""
     runs: Runs = []
     for param, begin, end in master.slices:
         if param in params:
@@ -285,7 +286,7 @@ def _runs(master: MasterShard, params: set[Any]) -> Runs:
 
 
 def _enter(optimizer: Any, part: _Part) -> list[torch.nn.Parameter]:
-    """Return views of the part for the optimizer to step, with their gradients and states."""
+    """Return views of the part for the optimizer to step, with gradients and states."""
     views = []
     data, gradient = part.flat.data, part.flat.grad
     shaped = {} if part.scalars is None else _shaped_states(optimizer.state[part.flat], part.flat)
@@ -303,13 +304,12 @@ def _shaped_states(state: State, like: torch.Tensor) -> State:
 
 
 def _scalar_states(state: State, like: torch.Tensor) -> State:
-    """Return the states of another shape than that of ``like``."""
+    """Return the states whose shape is not that of ``like``."""
     shaped = _shaped_states(state, like)
     return {key: value for key, value in state.items() if key not in shaped}
 
 
 def _copied(scalars: State) -> State:
-    """Return a copy, which another step may change."""
     return {
         key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for key, value in scalars.items()

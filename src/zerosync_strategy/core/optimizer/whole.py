@@ -1,7 +1,7 @@
 """The step of an optimizer that needs whole parameters: this rank steps those that it owns, in their own shapes.
 
-The groups of the program's own torch optimizer have, in place of its parameters, the fp32 master weights of those that
-this rank owns. It steps once per optimizer step, with all groups. Its states are on the owner, whole.
+The groups of the program's own torch optimizer hold fp32 master weights in place of its parameters, for the parameters
+that this rank owns. It steps once per optimizer step, with all groups. The states of a parameter are on its owner.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from zerosync_strategy.core.optimizer.stepper import Stepper
 
 
 class WholeStepper(Stepper):
-    """Lets the torch optimizer step the parameters that this rank owns. What is frozen has no gradient there.
+    """Makes the torch optimizer step the parameters that this rank owns. Frozen ones have no gradient in the step.
 
-    :attr:`masters` has, by parameter that this rank owns, its master weights, as the torch optimizer has them. A
-    ``ValueError``: the optimizer has stepped DeepSpeed's flat shards.
+    :attr:`masters` holds the master weights that the torch optimizer steps, by parameter that this rank owns. Raises a
+    ``ValueError`` if the optimizer has already stepped DeepSpeed's flat shards.
     """
 
     def __init__(self, shards: GradientShards, masters: Masters) -> None:
         super().__init__(shards, masters)
-        self.left_out: set[Any] = set()  # of the running step
+        self.left_out: set[Any] = set()  # frozen parameters, which the running step leaves out
         self.masters: dict[Any, torch.nn.Parameter] = {}
         if any(self._optimizer.state.get(master.flat) for master in masters.by_param()):
             raise ValueError(
@@ -42,9 +42,9 @@ class WholeStepper(Stepper):
             )
 
     def take(self, groups: list[list[Any]]) -> None:
-        """Give the torch optimizer the :attr:`masters` in place of its parameters, all ranks' ``groups``."""
+        """Replace the parameters of the torch optimizer, in ``groups``, by this rank's :attr:`masters`."""
         optimizer = self._optimizer
-        made = dict(optimizer.state)  # with the optimizer, of parameters that have always been frozen, too
+        made = dict(optimizer.state)  # states that its constructor made, also for frozen parameters
         optimizer.state.clear()
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             own = [param for param in params if param in self.masters]
@@ -65,16 +65,16 @@ class WholeStepper(Stepper):
         change()
 
     def states_of(self, param: Any) -> dict[str, Any]:
-        """Return the optimizer's states of ``param``; empty where another rank has them."""
+        """Return the optimizer's states of ``param``; empty if another rank owns it."""
         master = self.masters.get(param)
         return {} if master is None else self._optimizer.state.get(master, {})
 
     @abstractmethod
     def owner(self, param: Any) -> tuple[int, Any]:
-        """Return the rank that owns ``param``, in the process group that follows."""
+        """Return the rank of the owner of ``param`` in its process group, and the process group."""
 
     def read_state(self, param: Any, key: str) -> torch.Tensor:
-        """Return a state of ``param`` in fp32; a ``ValueError`` where there is no such state. Collective."""
+        """Return a state of ``param`` in fp32; a ``ValueError`` if it does not exist. Collective."""
         value = self.states_of(param).get(key)
         value = value.cpu() if isinstance(value, torch.Tensor) else None
         found = broadcast_object(value, *self.owner(param))
@@ -83,7 +83,7 @@ class WholeStepper(Stepper):
         return found.to(param.device, torch.float32)
 
     def write_state(self, param: Any, value: torch.Tensor, key: str) -> None:
-        """Set a state of ``param``, where this rank owns it; a ``ValueError`` where there is no such state."""
+        """Set a state of ``param``, if this rank owns it; a ``ValueError`` if the state does not exist."""
         if param in self.masters:
             if not isinstance(target := self.states_of(param).get(key), torch.Tensor):
                 raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
@@ -98,11 +98,11 @@ class WholeStepper(Stepper):
         self._frozen = None
 
     def by_name(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-        """Return the ``state_dict()`` of the torch optimizer with names of parameters in place of its numbers."""
+        """Return the torch optimizer's ``state_dict()`` with names of parameters in place of numbers."""
         return _renamed(state, dict(enumerate(itertools.chain.from_iterable(self.names(names)))))
 
     def by_number(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
-        """Return for the torch optimizer what :meth:`by_name` has returned, of the parameters that this rank owns."""
+        """Return the ``state_dict()`` for the torch optimizer: the inverse of :meth:`by_name`, for owned parameters."""
         numbered = enumerate(itertools.chain.from_iterable(self.names(names)))
         return _renamed(state, {name: number for number, name in numbered})
 
@@ -114,29 +114,29 @@ class WholeStepper(Stepper):
 
     @abstractmethod
     def give(self) -> None:
-        """Give all ranks what owners have in their :attr:`masters`. Collective."""
+        """Send the owners' :attr:`masters` to all ranks. Collective."""
 
     def masters_in_stock_layout(self) -> AbstractContextManager[None]:
-        """While active, DeepSpeed finds this rank's master weights in its own layout. Collective."""
+        """While active, DeepSpeed has this rank's master weights in its own layout. Collective."""
         return nullcontext()
 
     def own_masters(self, stock: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return what DeepSpeed is to load in place of what it has saved so; ``None``: that. Collective."""
+        """Convert saved master weights from DeepSpeed's layout; ``None``: load ``stock`` as it is. Collective."""
         return None
 
     def present_masters(self) -> list[torch.Tensor]:
-        """Return the master weights that DeepSpeed has of this rank."""
+        """Return this rank's master weights in DeepSpeed's optimizer."""
         return [each.flat for each in self._masters.by_param()]
 
 
 def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the ``state_dict()`` of a torch optimizer with ``new`` keys of its parameters."""
+    """Return a torch optimizer's ``state_dict()`` with the keys of its parameters mapped by ``new``."""
     groups = [group | {"params": [new[key] for key in group["params"]]} for group in state["param_groups"]]
     return {"state": {new[key]: of_param for key, of_param in state["state"].items()}, "param_groups": groups}
 
 
 class OwnedStepper(WholeStepper):
-    """On stages 1 and 2: this rank's shard has the parameters that it owns, and their gradients."""
+    """The stepper of stages 1 and 2: a rank's shards hold the parameters that it owns, and their gradients."""
 
     def __init__(self, shards: FlatShards, masters: FlatMasters) -> None:
         super().__init__(shards, masters)
@@ -157,7 +157,7 @@ class OwnedStepper(WholeStepper):
         return view
 
     def step_group(self, index: int) -> None:
-        """DeepSpeed has the gradients of the group ``index`` ready; with those of the last one, step."""
+        """Take the gradients of the group ``index``, which DeepSpeed has prepared. With the last group, step."""
         for layout in (layout for layout in self._layouts if layout.group_index == index):
             flat = zero12.master(self._zero, index)
             for param, begin in layout.own_offsets.items():

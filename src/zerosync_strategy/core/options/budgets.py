@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 AUTO = "auto"
-"""What sets itself, or is left to the launcher, the framework or DeepSpeed."""
+"""The value of an option that is chosen automatically, or left to the launcher, the framework or DeepSpeed."""
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}} | {
     f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)
 }
@@ -17,15 +17,15 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}} 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A budget as a program gave it, in bytes of each rank; ``None`` for all there are.
+    """A budget as a program gave it, in bytes per rank; ``None``: unlimited.
 
     Attributes:
-        device: in full. Where the budget sets itself, it begins with nothing.
-        node: in shards of the node, unless these are within ``device``.
-        host: in full, in host memory.
-        node_in_device: node shards and what is in full are within ``device`` together.
-        automatic: ``device`` sets itself.
-        limit: bytes that a rank may use in all, where the budget sets itself; ``None``: what is free on the device.
+        device: for full tensors on the device. An automatic budget starts at 0.
+        node: for node shards, unless these are within ``device``.
+        host: for full tensors in host memory.
+        node_in_device: ``device`` covers node shards and full tensors together.
+        automatic: ``device`` is chosen automatically.
+        limit: bytes that a rank may use in all, for an automatic budget; ``None``: the device's free memory.
     """
 
     device: int | None = 0
@@ -43,8 +43,8 @@ class Budget:
     def read(cls, option: str, given: Any, unlimited: str | None, places: Sequence[str]) -> Budget:
         """Return the budget that ``option`` got.
 
-        ``unlimited`` is what it takes for no limit, ``places`` what a mapping may have beside ``"device"`` or
-        ``"auto"``.
+        ``unlimited`` is the option's value for no limit. ``places`` are the keys that a mapping may have in addition to
+        ``"device"`` or ``"auto"``.
         """
         if isinstance(given, Mapping):
             return cls._of_places(option, given, places)
@@ -82,9 +82,9 @@ class Budget:
 
 
 def parse_bytes(option: str, value: Any, otherwise: str = "") -> int:
-    """Return a size in bytes, from an int or a text such as ``"2GiB"`` or ``"500MB"``.
+    """Return a size in bytes, from an int or a text as ``"2GiB"`` or ``"500MB"``.
 
-    ``TypeError``: ``value`` is neither. ``ValueError``: it is negative, or a text that is no size.
+    Raises a ``TypeError`` if ``value`` is neither, and a ``ValueError`` if it is negative or a text that is no size.
     """
     takes = f"ZeroSync option {option!r} takes a number of bytes, a size such as '2GiB' {otherwise}".rstrip()
     if isinstance(value, bool) or not isinstance(value, (int, str)):

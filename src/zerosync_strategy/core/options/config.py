@@ -13,7 +13,7 @@ from zerosync_strategy.core.options.budgets import AUTO, Budget
 from zerosync_strategy.core.options.removed import refuse_removed
 
 StepCost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
-"""What the step of a parameter of this shape costs, whose group in the optimizer has these options."""
+"""Returns the cost of the step of a parameter, from its shape and the options of its group in the optimizer."""
 BLOCK = "zerosync"
 """Name of the optional block in a DeepSpeed configuration that holds these options."""
 WHOLE = "whole"
@@ -30,48 +30,47 @@ class ZeroSyncConfig:
             up to summation order, with N times the bytes and without the full local gradients in between.
         grad_memory_budget: bytes of unreduced gradients that a rank may hold, as a number or a size such as ``"2GiB"``.
             Gradients that do not fit are reduced during every backward, into this rank's partition. ``None``: no limit;
-            ``0``: every gradient is reduced at once. ``"auto"``, and on the CPU, where the memory that is free says
-            little, ``{"auto": "8GiB"}`` with the resident memory that each rank's process may have: what fits, chosen
-            as the program runs.
+            ``0``: every gradient is reduced at once. ``"auto"``: the largest budget that fits, chosen while the program
+            runs. On the CPU, where free memory says little, ``{"auto": "8GiB"}`` gives the resident memory that each
+            rank's process may have.
         param_memory_budget: ZeRO-3 only: bytes of gathered parameters to hold from their first use in a window to the
             optimizer step, instead of gathering them again at every micro-batch. A number of bytes, a size such as
-            ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are held in any case and do not count.
-            ``{"device": "4GiB", "host": "20GiB"}``: what is not held is kept in host memory, as far as it fits there
-            (bytes of each rank, or ``"all"``), and copied from there instead of gathered again. Of several nodes, what
-            is not held is kept in shards of the node, within the same bytes or those of ``"node"``, and gathered within
-            the node. ``"auto"`` and ``{"auto": "8GiB"}``, also with ``"node"`` and ``"host"``: as for the gradients. If
-            both are automatic, one limit is for both together.
-        reduction: ``"native"``: summed by the backend's own reduce-scatter. ``"ordered"``, and on backends without one,
-            such as gloo, in any case: in fp32 and in a fixed order, bit-identical whatever the buckets' sizes.
-        loss_reduction: what losses are: ``"mean"``, and the step is that of the ranks' mean; or ``"sum"`` over items,
-            which ``ZeroSync.mean_over()`` counts, and the step is that of the mean over all of them.
+            ``"2GiB"``, or ``"all"``. DeepSpeed's own persistent parameters are always held and do not count.
+            ``{"device": "4GiB", "host": "20GiB"}``: parameters that are not held are cached in host memory within
+            ``"host"`` (bytes per rank, or ``"all"``), and copied from it instead of gathered again. On several nodes,
+            parameters that are not held are kept in node shards, within the same bytes or within ``"node"``, and
+            gathered within the node. ``"auto"`` and ``{"auto": "8GiB"}``, also with ``"node"`` and ``"host"``: as for
+            the gradients. If both budgets are automatic, one limit is for both together.
+        reduction: ``"native"``: sum by the backend's own reduce-scatter. ``"ordered"``: sum in fp32 and in a fixed
+            order, bit-identical for all sizes of buckets. Backends without a reduce-scatter, as gloo, always do this.
+        loss_reduction: ``"mean"``: losses are means, and the step is that of the mean over ranks. ``"sum"``: losses are
+            sums over items, which ``ZeroSync.mean_over()`` counts, and the step is that of the mean over all items.
         overlap_last: reduce during the backward that is known to be the last of its window.
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
-            some (``"per_group"``), or all on one (``"shared"``). The order of the gathers is the same.
+            any (``"per_group"``), or all on one stream (``"shared"``). The order of the gathers is the same.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
-            which ``torch.compile`` needs. ``False``: as DeepSpeed has it.
-        unit_modules: ZeRO-3: names of classes of modules that are gathered as a whole, such as
-            ``["LlamaDecoderLayer"]``. ``None``: what the model says not to split (``_no_split_modules``), or else
-            modules that stand several times in a ``ModuleList`` or ``Sequential``. A unit has at most half of
-            ``stage3_max_live_parameters``.
-        checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify what
-            can be told without: that the save was completed, and that the files belong to it.
-        node_size: ranks on a node, with fast links among them and slower ones to others, of consecutive numbers.
-            ``"auto"``: as many as ``LOCAL_WORLD_SIZE`` says, or those of one host. Exchanges point to point, as with
-            gloo, go in two levels: each byte crosses between two nodes once.
-        report_every: log the report of every so many optimizer steps on the first rank, in one line. ``0``: none. The
-            environment variable ``ZEROSYNC_REPORT``, as ``10`` or ``10:steps.log``, goes before it.
-        report_file: add these lines to this file instead.
-        elementwise_optimizer: ``False``: an optimizer is tried on small parameters. One that updates each element by
-            itself steps ZeRO's flat shards; one that needs whole parameters has them, each on one rank; another one is
-            an error. ``True``: it is taken for the first. ``"whole"``: it is taken for the second.
-        step_cost: for an optimizer that needs whole parameters: what the step of one costs, in any unit, by which
-            owners are balanced. A function of its shape and of the options of its group in the optimizer, or the name
-            of one, as ``"package.module:function"``; 0: parameters are balanced by their elements alone. ``None``: what
-            Newton-Schulz costs, of parameters with two dimensions or more.
+            which ``torch.compile`` needs. ``False``: as in DeepSpeed.
+        unit_modules: ZeRO-3: names of classes of modules that are gathered as a whole, as ``["LlamaDecoderLayer"]``.
+            ``None``: the model's ``_no_split_modules``, or else classes of which a ``ModuleList`` or ``Sequential`` has
+            several. A unit has at most half of ``stage3_max_live_parameters``.
+        checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify only
+            what needs no reading: that the save was completed, and that the files belong to it.
+        node_size: number of ranks on a node, which have consecutive numbers, and fast links among them. ``"auto"``:
+            ``LOCAL_WORLD_SIZE``, or the ranks of one host. Point-to-point exchanges, as with gloo, run in two levels:
+            each byte crosses between two nodes once.
+        report_every: log a one-line report on the first rank after every ``report_every`` optimizer steps. ``0``: none.
+            The environment variable ``ZEROSYNC_REPORT``, as ``10`` or ``10:steps.log``, overrides it.
+        report_file: append these lines to this file instead.
+        elementwise_optimizer: ``False``: a trial on small parameters decides. An optimizer that updates each element by
+            itself steps ZeRO's flat shards. One that needs whole parameters steps each of them on one rank. Any other
+            is an error. ``True``: treat it as the first kind. ``"whole"``: treat it as the second kind.
+        step_cost: for an optimizer that needs whole parameters: the cost of the step of a parameter, in any unit, by
+            which owners are balanced. A function of its shape and the options of its group in the optimizer, or its
+            name, as ``"package.module:function"``. Parameters of cost 0 are balanced by their elements alone. ``None``:
+            the cost of Newton-Schulz, for parameters with two dimensions or more.
 
     Raises:
-        TypeError, ValueError: an option is not what it takes; the message names the option and what it got.
+        TypeError, ValueError: an option has the wrong type or value; the message names the option and what it got.
     """
 
     coalesce: bool = True
@@ -169,11 +168,11 @@ class ZeroSyncConfig:
 
     @property
     def auto_limit(self) -> int | None:
-        """Bytes that a rank may use, for the budgets that set themselves; ``None``: what is free on the device."""
+        """Bytes that a rank may use, for automatic budgets; ``None``: the device's free memory."""
         return self.gradients.limit if self.parameters.limit is None else self.parameters.limit
 
     def check_block(self, block: Any) -> None:
-        """Raise a ``ValueError`` where the ``"zerosync"`` block of a DeepSpeed configuration says otherwise."""
+        """Raise a ``ValueError`` if the ``"zerosync"`` block of a DeepSpeed configuration differs."""
         said = self.resolve(block)
         for name in block or ():
             if said._read(name) != self._read(name):
@@ -184,7 +183,7 @@ class ZeroSyncConfig:
                 )
 
     def _read(self, name: str) -> Any:
-        """Return an option, of which there may be several spellings."""
+        """Return an option in a comparable form, since it may have several spellings."""
         value = {"grad_memory_budget": self.gradients, "param_memory_budget": self.parameters}.get(name)
         value = getattr(self, name) if value is None else value
         return tuple(value) if isinstance(value, list) else value
@@ -224,7 +223,7 @@ class ZeroSyncConfig:
 _init = ZeroSyncConfig.__init__
 
 
-@functools.wraps(_init)  # else what reads signatures, as jsonargparse, would not see the options
+@functools.wraps(_init)  # else readers of signatures, as jsonargparse, would not see the options
 def _refusing(self: ZeroSyncConfig, *args: Any, **options: Any) -> None:
     refuse_removed(options)
     _init(self, *args, **options)

@@ -5,7 +5,7 @@ import sys
 _folder = __file__.rpartition("/")[0]
 sys.path[:] = [
     place for place in sys.path if place.rstrip("/") != _folder
-]  # processes that this one starts add it anew
+]  # PYTHONPATH adds it again in child processes
 sys.path.insert(0, _folder)
 try:
     import zerosync_hook
@@ -14,4 +14,4 @@ finally:
 zerosync_hook.install()
 
 del sys.modules["sitecustomize"]
-import sitecustomize  # noqa: E402, F401  the environment's own, which this one stood before; Python expects that there is none
+import sitecustomize  # noqa: E402, F401  the environment's own, hidden by this file; Python ignores that it is missing

@@ -32,7 +32,7 @@ class _Finder:
                     self._awaited.discard(name)
                     self._loaded(name)
 
-            spec.loader.exec_module = exec_module  # of this loader, which loads this module alone
+            spec.loader.exec_module = exec_module  # an instance attribute; the loader loads this module only
         return spec
 
     def _loaded(self, name):
@@ -44,5 +44,5 @@ class _Finder:
 
 
 def install():
-    """Begin to wait."""
+    """Install the finder."""
     sys.meta_path.insert(0, _Finder())

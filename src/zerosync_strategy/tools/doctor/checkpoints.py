@@ -12,17 +12,17 @@ ok, note, _, error = of_topic("checkpoint")
 
 
 def check(directory: Path) -> list[Finding]:
-    """Verify all files of every checkpoint in ``directory``, or below it, and the files that name one.
+    """Verify all files of every checkpoint in or below ``directory``, and the files ``latest``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: ``directory`` has no checkpoint.
     """
     patterns = ("zerosync_rank_*.json", manifests.MODULES)
     folders = sorted({path.parent for pattern in patterns for path in directory.rglob(pattern)})
     if not folders:
         raise ValueError(f"{directory} has no checkpoint of DeepSpeed's, of one tag or of several")
     whole: dict[Path, Manifest] = {}
-    found: dict[Path, Finding | str] = {}  # of one that is damaged, in which way
+    found: dict[Path, Finding | str] = {}  # text: the damage of a checkpoint
     for folder in folders:
         try:
             found[folder] = _verify(folder, whole)

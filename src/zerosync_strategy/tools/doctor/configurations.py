@@ -1,6 +1,6 @@
 """A configuration file of DeepSpeed, of ``accelerate launch`` or of LightningCLI, and the traps in it.
 
-What DeepSpeed, a framework or ZeroSync refuses by name when a run starts is not looked for.
+It does not look for what DeepSpeed, a framework or ZeroSync refuses by name at the start of a run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check(path: Path) -> list[Finding]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON or YAML file; a ``ValueError`` where it has something else."""
+    """Return the mapping in a JSON or YAML file; a ``ValueError`` if it contains something else."""
     import yaml
 
     text = path.read_text()
@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def deepspeed(config: Mapping[str, Any], framework: str = "") -> Iterator[Finding]:
-    """Yield what is wrong with DeepSpeed's ``config``, which a ``framework`` may complete, and clip by itself."""
+    """Yield what is wrong with DeepSpeed's ``config``. A ``framework``, if any, may complete it, and clip by itself."""
     yield from _unread(config)
     zero = config.get("zero_optimization") or {}
     each = zero.get("stage3_param_persistence_threshold", _PERSISTENT)
@@ -89,7 +89,7 @@ def deepspeed(config: Mapping[str, Any], framework: str = "") -> Iterator[Findin
 
 
 def accelerate(config: Mapping[str, Any], folder: Path) -> Iterator[Finding]:
-    """Yield what is wrong with Accelerate's ``config``, whose ``deepspeed_config_file`` is looked for in ``folder``."""
+    """Yield what is wrong with Accelerate's ``config``. A ``deepspeed_config_file`` is relative to ``folder``."""
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind != "DEEPSPEED":
         found = f"'distributed_type' is {kind!r}: DeepSpeed is not used, and ZeroSyncPlugin does nothing"
@@ -101,7 +101,7 @@ def accelerate(config: Mapping[str, Any], folder: Path) -> Iterator[Finding]:
             "Train with ZeroSyncPlugin, or by python -m zerosync_strategy.accelerate.run, which name gloo.",
         )
     inner = str((config.get("deepspeed_config") or {}).get("deepspeed_config_file") or "")
-    if inner:  # else Accelerate makes DeepSpeed's configuration of its own fields
+    if inner:  # else Accelerate makes DeepSpeed's configuration from its own fields
         given = json.loads(inner) if inner.lstrip().startswith("{") else read(folder / inner)
         yield from deepspeed(given, "Accelerate")
 
@@ -128,7 +128,7 @@ def lightning(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 class _Asked(dict[str, Any]):
-    """A configuration that notes which keys DeepSpeed asks it for."""
+    """A configuration that records the keys that DeepSpeed reads."""
 
     names: typing.ClassVar[set[str]] = set()
 
@@ -145,16 +145,16 @@ class _Asked(dict[str, Any]):
         return super().__contains__(name)
 
     def keys(self) -> Any:
-        return self  # of which DeepSpeed asks what is in it
+        return self  # so that DeepSpeed's tests with `in` are recorded, too
 
 
 def _unread(config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield which keys of ``config`` DeepSpeed would leave unread."""
+    """Yield the keys of ``config`` that DeepSpeed does not read."""
     try:
         from deepspeed import DeepSpeedConfig
     except ImportError:
-        return  # a finding of the installation
-    with redirect_stdout(io.StringIO()):  # where DeepSpeed logs, which is for a report here
+        return  # installation.py reports it
+    with redirect_stdout(io.StringIO()):  # DeepSpeed logs to it; here it is for the report
         DeepSpeedConfig(_Asked(_SMALLEST))
     for name in [name for name in config if name not in _Asked.names | _READ_ELSEWHERE]:
         close = difflib.get_close_matches(name, _Asked.names, n=1)

@@ -19,7 +19,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at (``topic``, the same on every machine), found in a sentence, and what to do about it."""
+    """What was examined (``topic``, the same on every machine), what was found, in a sentence, and the remedy."""
 
     topic: str
     level: Level
@@ -28,5 +28,5 @@ class Finding:
 
 
 def of_topic(topic: str) -> Iterator[Callable[..., Finding]]:
-    """Return what makes findings of one topic, for each level, from what was found and its remedy."""
+    """Return, for each level, a function that makes a finding of ``topic`` from the text and its remedy."""
     return (partial(Finding, topic, level) for level in Level)

@@ -16,8 +16,8 @@ from zerosync_strategy.tools.doctor.findings import Finding, of_topic
 
 ok, _, warning, error = of_topic("versions")
 _, _, machine_warning, _ = of_topic("machine")
-# The oldest and the newest release with which the tests have passed, and all between them: the columns of the table in
-# docs/compatibility.md; a test compares them. lightning_fabric comes with pytorch_lightning.
+# The oldest and the newest release with which the tests have passed. A test compares them with the table in
+# docs/compatibility.md. lightning_fabric is installed with pytorch_lightning.
 TESTED = {"python": ("3.10", "3.13")} | {
     package.replace("_", "-"): (library.oldest, library.newest)
     for package, library in LIBRARIES.items()
@@ -27,7 +27,7 @@ _REQUIRED = ("python", "torch", "deepspeed")
 
 
 def installed(package: str) -> str | None:
-    """Return the release of ``package`` in this environment, ``None`` where it is not installed."""
+    """Return the installed release of ``package``; ``None`` if it is not installed."""
     if package == "python":
         return platform.python_version()
     try:
@@ -37,7 +37,7 @@ def installed(package: str) -> str | None:
 
 
 def check_releases(version_of: Callable[[str], str | None] = installed) -> Iterator[Finding]:
-    """Compare what ``version_of`` says of each package with the tested releases."""
+    """Compare the release of each package, by ``version_of``, with the tested releases."""
     for package, (oldest, newest) in TESTED.items():
         found = version_of(package)
         bad = error if package in _REQUIRED else warning
@@ -57,9 +57,9 @@ def check_releases(version_of: Callable[[str], str | None] = installed) -> Itera
 
 
 def check_machine(shared_memory: Path = Path("/dev/shm"), extensions: Path | None = None) -> Iterator[Finding]:
-    """Look at shared memory, and at locks of compilations where torch compiles ``extensions``."""
+    """Check shared memory, and the locks of compilations in the folder of torch's ``extensions``."""
     free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
-    if free < 1 << 30:  # containers have 64 MiB unless told otherwise
+    if free < 1 << 30:  # the default of containers is 64 MiB
         yield machine_warning(
             f"{shared_memory} has {free >> 20} MiB left; data loaders with workers, and NCCL within a node, fail with a"
             " bus error when it is full",

@@ -17,12 +17,12 @@ from zerosync_strategy.tools.doctor.findings import Finding, of_topic
 
 ok, _, _, error = of_topic("self-test")
 ROUNDING = 1e-5
-"""W2: 84 units in the last place of 1. Another order of a sum makes a few; a gradient that is lost, far more."""
+"""W2: 84 units in the last place of 1. Another order of a sum changes a few of them; a lost gradient far more."""
 STEPS, BACKWARDS, BATCH, WIDTH = 3, 2, 4, 16
 
 
 def check(timeout: float = 180.0) -> Finding:
-    """Train on two ranks in processes of their own, on stages 1, 2 and 3, for ``timeout`` seconds at most."""
+    """Train on two ranks in separate processes, on stages 1, 2 and 3, for at most ``timeout`` seconds."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", __name__]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryFile("w+") as log:
@@ -30,7 +30,7 @@ def check(timeout: float = 180.0) -> Finding:
         try:
             problem = f"ended with status {status}" if (status := process.wait(timeout)) else ""
         except subprocess.TimeoutExpired:
-            process.terminate()  # and with it the ranks
+            process.terminate()  # ends the ranks, too
             process.wait()
             problem = f"not ended after {timeout:g} s"
         log.seek(0)
@@ -42,10 +42,10 @@ def check(timeout: float = 180.0) -> Finding:
 
 
 def train(stage: int) -> None:
-    """Train a small model with ZeroSync on this rank, and the same by plain torch on the batches of all ranks.
+    """Train a small model with ZeroSync on this rank, and the same model with plain torch on the batches of all ranks.
 
     Raises:
-        ArithmeticError: parameters differ by more than rounding, or there was not one reduction per step.
+        ArithmeticError: parameters differ by more than rounding, or a step had not exactly one reduction.
     """
     import deepspeed
     import torch

@@ -7,7 +7,7 @@ from typing import Any
 
 STOCK, ZEROSYNC = "stock", "zerosync"
 NODE_SHARDS = {"device": 0, "node": "all"}
-"""A budget that keeps all in node shards, and nothing in full."""
+"""A budget that keeps everything in node shards, and nothing in full."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Workload:
 
     Attributes:
         model: ``"package.module:function"``, a transformers configuration's path, or ``"layers=32,hidden=4096,..."``.
-        batch: shape of one micro-batch of one rank: of token numbers ``(samples, length)``, or of a float input.
+        batch: shape of one micro-batch of one rank: of token ids ``(samples, length)``, or of a float input.
         micro_batches: backwards per optimizer step.
         dtype: ``"fp32"`` or ``"bf16"``.
-        optimizer: a class of ``torch.optim``, or ``"package.module:function"``, which makes one of the module.
-        deepspeed: DeepSpeed's configuration beside what the other fields say; its stage is replaced.
+        optimizer: a class of ``torch.optim``, or ``"package.module:function"``, which makes one from the module.
+        deepspeed: a DeepSpeed configuration; the other fields and the stage of the option set override it.
     """
 
     model: str
@@ -41,12 +41,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where it is to run.
+    """The cluster of a plan.
 
     Attributes:
-        ranks: in all.
-        ranks_per_node: of which so many share a node, in the order of their numbers.
-        memory: bytes of one rank's device; ``None`` where nothing is to be compared with it.
+        ranks: number of all ranks.
+        ranks_per_node: number of consecutive ranks that share a node.
+        memory: bytes of one rank's device; ``None``: no comparison with it.
         backend: ``"nccl"``, or ``"gloo"``, on which ranks send point to point.
     """
 
@@ -71,13 +71,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class OptionSet:
-    """One way to train it.
+    """One way to train a workload.
 
     Attributes:
         system: ``"stock"`` DeepSpeed or ``"zerosync"``.
         stage: of ZeRO.
-        options: ZeroSync's, as in its block. ``param_memory_budget``, or its part for the device, may be a part of all
-            parameters, as a float. Nodes are the cluster's, unless ``node_size`` says otherwise.
+        options: ZeroSync's options, as in its block. ``param_memory_budget``, or its value for the device, may be a
+            fraction of all parameters, as a float. Nodes are those of the cluster, unless ``node_size`` is given.
     """
 
     system: str
@@ -100,9 +100,9 @@ def _short(value: Any) -> str:
 def usual_sets(
     stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, cluster: Cluster | None = None
 ) -> list[OptionSet]:
-    """Return ZeroSync on each of ``stages``, with the budgets that trade memory for bytes, and stock beside.
+    """Return option sets for each of ``stages``: ZeroSync with budgets that trade memory for bytes, and stock.
 
-    On a ``cluster`` of several nodes with several ranks each, some also have node shards.
+    On a ``cluster`` of several nodes with several ranks each, some sets also have node shards.
     """
     params: list[Any] = [0.25, 0.5, "all", {"device": 0.25, "host": "all"}]
     of_stage: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 3: [{"param_memory_budget": each} for each in params]}

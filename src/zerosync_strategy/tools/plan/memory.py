@@ -16,7 +16,7 @@ from zerosync_strategy.core.engine.interpose import replaced
 NODE_SHARDS = "node shards"
 KINDS = ("parameters", "gradients", "optimizer", "gathered", NODE_SHARDS, "buckets", "activations")
 
-# Who allocates, by a part of the path of its file; the innermost that is in the table decides.
+# Kind of memory by a part of the path of the allocating file; the innermost frame that matches decides.
 _BY_FILE = (
     ("/zerosync_strategy/core/gradients/", "buckets"),
     ("/zerosync_strategy/core/params/", "gathered"),
@@ -43,13 +43,13 @@ class _Storage:
 
 
 class Ledger:
-    """Counts the storages of tensors, from the first time that one is seen until it is freed, as an allocator does.
+    """Counts the storages of tensors, each from the first time it is seen until it is freed, as an allocator does.
 
-    What lies in host memory everywhere (kind ``"host"``) does not count.
+    Memory that is on the host with any device (kind ``"host"``) does not count.
 
     Attributes:
         live: bytes by kind now.
-        peak: the same at the moment when they were most together since :meth:`restart`.
+        peak: bytes by kind at the moment, since :meth:`restart`, when their sum was largest.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Ledger:
         self._known: dict[int, _Storage] = {}
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Count the storage of ``tensor`` from now on; its kind follows from who is running."""
+        """Count the storage of ``tensor`` from now on; the running code determines its kind."""
         if tensor.device.type == "meta" or tensor.numel() == 0:
             return
         storage = tensor.untyped_storage()
@@ -69,13 +69,13 @@ class Ledger:
             self._add(known.kind, known.nbytes)
 
     def is_gradient(self, tensor: torch.Tensor) -> None:
-        """Count what autograd allocated for ``tensor`` as a gradient; what is a view of a buffer stays of its kind."""
+        """Count memory that autograd allocated for ``tensor`` as a gradient; views of buffers keep their kind."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         if known is not None and known.kind == "activations":
             self._move(known, "gradients")
 
     def classify(self, tensors: Mapping[str, Iterable[torch.Tensor]]) -> None:
-        """Count the storages of ``tensors`` by these kinds, whoever allocated them; of several, by the last."""
+        """Count the storages of ``tensors`` by the given kinds from now on; a later kind overrides an earlier one."""
         for kind, of_kind in tensors.items():
             for tensor in of_kind:
                 if (known := self._known.get(tensor.untyped_storage()._cdata)) is not None:
@@ -83,9 +83,9 @@ class Ledger:
 
     @contextmanager
     def following_resizes(self, to_zeros: bool = True) -> Iterator[None]:
-        """While active, a storage counts by the bytes to which it was resized last; ``to_zeros``: which are zeros then.
+        """While active, a storage counts with the bytes to which it was last resized; ``to_zeros``: fill it with zeros.
 
-        Those of large tensors that take no memory keep their bytes.
+        Storages of large tensors, which take no memory, are not really resized.
         """
         stock = torch.UntypedStorage.resize_
 

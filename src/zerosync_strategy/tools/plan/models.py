@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from zerosync_strategy.tools.plan.jobs import Workload
 
-# By name, the field of a Llama's configuration; "checkpointing" of 1: activation checkpointing, block by block.
+# By name, the field of a Llama configuration; checkpointing=1: activation checkpointing by block.
 _SIZES = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size",
     "intermediate": "intermediate_size", "checkpointing": "checkpointing",
@@ -37,13 +37,13 @@ def build(workload: Workload) -> tuple[nn.Module, Any]:
 
 
 def imported(text: str) -> Any:
-    """Return the function that is named ``"package.module:function"``."""
+    """Import the function named ``"package.module:function"``."""
     module, _, name = text.partition(":")
     return getattr(import_module(module), name)
 
 
 def loss_of(module: Any, batch: Any) -> torch.Tensor:
-    """Return a scalar of one forward: the model's own loss where it has one, else the mean of what it returns."""
+    """Return a scalar of one forward: the model's own loss if it returns one, else the mean of its first output."""
     output = module(**batch) if isinstance(batch, Mapping) else module(*batch)
     if isinstance(output, Mapping) and "loss" in output:
         output = output["loss"]
@@ -77,7 +77,7 @@ def _of_transformers(text: str) -> nn.Module:
 
 
 def _sizes(text: str) -> dict[str, Any]:
-    """Return a configuration of a Llama of the sizes in ``text``."""
+    """Return a Llama configuration with the sizes in ``text``."""
     sizes = {"vocab": 32_000}
     for pair in text.split(","):
         name, _, value = map(str.strip, pair.partition("="))

@@ -22,17 +22,17 @@ from zerosync_strategy.version import __version__
 
 
 class PlanError(RuntimeError):
-    """A replay failed; the message says which, and why."""
+    """A replay failed; the message names the option set and the reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One option set, replayed.
+    """The result of the replay of one option set.
 
     Attributes:
-        options: which; budgets in bytes.
-        collectives: what one rank sends in a step, by kind.
-        peak: bytes of live tensors by kind at the moment of the step when they are most.
+        options: the option set, with budgets in bytes.
+        collectives: by kind, what one rank sends in a step.
+        peak: bytes of live tensors by kind, at the moment of the step when their sum is largest.
     """
 
     options: OptionSet
@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def sent(self) -> Traffic:
-        """What one rank sends in a step, of all kinds together."""
+        """What one rank sends in a step, by all collectives together."""
         return sum(self.collectives.values(), Traffic())
 
     @property
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """What a DeepSpeed configuration needs for it: the stage, and the block of options."""
+        """The part of a DeepSpeed configuration that selects this option set: stage and ``"zerosync"`` block."""
         return {"zero_optimization": {"stage": self.options.stage}, BLOCK: dict(self.options.options)}
 
 
@@ -61,11 +61,12 @@ class Plan:
 
     Attributes:
         parameters: number of elements of the model.
-        floor: bytes that a mean rank must send in a step: each gradient once, and each parameter that is trained.
-        floor_between: of these to other nodes, each byte to a node once.
-        left_out: names of stock's option sets, if its flat shards do not train under the optimizer.
-        units: how many modules ZeRO-3 gathers as wholes, by class.
-        unit_bytes: of the largest of them.
+        floor: the minimum that a rank sends in a step, on average, in bytes: each gradient and each trained parameter
+            once.
+        floor_between: the part of ``floor`` that is sent to other nodes, each byte once per node.
+        left_out: names of stock's option sets, if the optimizer needs whole parameters.
+        units: by class, the number of modules that ZeRO-3 gathers as a whole.
+        unit_bytes: of the largest such module.
     """
 
     workload: Workload
@@ -79,24 +80,24 @@ class Plan:
     unit_bytes: int = 0
 
     def fits(self, outcome: Outcome) -> int | None:
-        """Return the bytes that ``outcome`` leaves of the device's memory, negative if it does not fit."""
+        """Return the bytes that ``outcome`` leaves of the device's memory, if known; negative if it does not fit."""
         return None if self.cluster.memory is None else self.cluster.memory - outcome.memory
 
     def over_floor(self, outcome: Outcome) -> float:
-        """Return what ``outcome`` sends over the floor: to other nodes, and where there is one node, at all."""
+        """Return what ``outcome`` sends divided by the minimum: to other nodes, or with a single node, in all."""
         if self.floor_between:
             return outcome.sent.between / self.floor_between
         return outcome.sent.bytes / self.floor if self.floor else 1.0
 
     @property
     def recommended(self) -> Outcome | None:
-        """Of ZeroSync's that fit, the one that sends least between nodes, then in all; ``None`` where none fits."""
+        """The outcome of ZeroSync that fits and sends least between nodes, then in all; ``None``: none fits."""
         ours = [each for each in self.outcomes if each.options.system != STOCK and (self.fits(each) or 0) >= 0]
-        # A hundredth of the floor is padding, and decides nothing.
+        # Differences of less than 1 % of the minimum are due to padding, and are ignored.
         return min(ours, key=lambda it: (round(self.over_floor(it), 2), it.sent.bytes, it.memory), default=None)
 
     def to_json(self) -> str:
-        """Return all of it as a JSON object."""
+        """Return the plan as a JSON object."""
         found = {"version": __version__, **dataclasses.asdict(self)}
         for each, fields in zip(self.outcomes, found["outcomes"], strict=True):
             fields |= {
@@ -113,10 +114,10 @@ def plan(
     sets: Sequence[OptionSet] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Plan:
-    """Replay ``workload`` on ``cluster`` with each of ``sets``, in processes of their own, as many at once as CPUs.
+    """Replay ``workload`` on ``cluster`` with each of ``sets``, in separate processes, one per CPU at a time.
 
-    Without ``sets`` those of :func:`usual_sets`. ``progress`` is told how many replays are done, of how many.
-    A :class:`PlanError` where one failed, or none of the sets trains under the optimizer.
+    The default of ``sets`` is :func:`usual_sets`. ``progress`` is called with the number of completed replays and of
+    all. Raises a :class:`PlanError` if a replay fails, or if none of the sets can train with the optimizer.
     """
     sets = tuple(usual_sets(cluster=cluster) if sets is None else sets)
     found = _replay(workload, cluster, sets, progress)
@@ -142,7 +143,7 @@ def plan(
 def _replay(
     workload: Workload, cluster: Cluster, sets: tuple[OptionSet, ...], progress: Callable[[int, int], None]
 ) -> list[dict[str, Any] | None]:
-    """Return what :func:`replay.replay` found of each set, ``None`` for one that is left out."""
+    """Return the results of :func:`replay.replay`, in the order of ``sets``; ``None`` for a set that is left out."""
     environment = os.environ | {
         "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
         "WORLD_SIZE": str(cluster.ranks), "OMP_NUM_THREADS": "1",
@@ -166,7 +167,7 @@ def _replay(
                 progress(len(found), len(sets))
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and its forks
+                os.killpg(process.pid, signal.SIGKILL)  # with its forks
             process.wait()
         if len(found) < len(sets):
             log.seek(0)

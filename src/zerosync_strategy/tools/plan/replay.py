@@ -1,7 +1,7 @@
 """Rank 0 of W, replayed in a process of its own: real DeepSpeed on torch's fake process group, arithmetic left out.
 
 ``python -m zerosync_strategy.tools.plan.replay`` reads a pickled workload, cluster and option sets from its standard
-input, and writes a line of JSON for each option set as it is done. It imports once and forks for each.
+input, and writes a line of JSON for each completed option set. It imports once, and forks for each option set.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from zerosync_strategy.tools.plan.models import build, imported, loss_of
 from zerosync_strategy.tools.plan.skipped import SkippedCompute
 
 REPLAYED = 3
-"""Backwards that are replayed at most; those in the middle of a step are all alike, and counted as the second."""
+"""Most backwards that are replayed. Those in the middle of a step are all alike, and counted as the second."""
 WARM_UP = 3
-"""Steps before the one that is replayed: the first finds out the order of gathers, and what of them to keep."""
+"""Steps before the one that is measured: the first ones record the order of gathers and choose what to hold."""
 _IMPORTED_LATE = ("deepspeed", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor", "torch.onnx")
 
 
 def main(workload: Workload, cluster: Cluster, sets: Sequence[OptionSet], out: int) -> None:
-    """Replay each option set in a fork of this process, as many at once as there are CPUs."""
+    """Replay each option set in a fork of this process, one per CPU at a time."""
     torch.set_num_threads(1)
     prepare_cpu()
     for name in _IMPORTED_LATE:  # once for all forks: it takes seconds
@@ -56,7 +56,7 @@ def main(workload: Workload, cluster: Cluster, sets: Sequence[OptionSet], out: i
             found = replay(workload, options, cluster)
         except BaseException as problem:
             found = {"error": f"{type(problem).__name__}: {problem}"}
-        os.write(out, f"{json.dumps({'index': index, **found})}\n".encode())  # in one piece
+        os.write(out, f"{json.dumps({'index': index, **found})}\n".encode())  # one call, so that lines do not mix
         os._exit(0)
     for _ in range(min(len(sets), os.cpu_count() or 1)):
         os.wait()
@@ -65,8 +65,9 @@ def main(workload: Workload, cluster: Cluster, sets: Sequence[OptionSet], out: i
 def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str, Any]:
     """Train a few steps as rank 0 of ``cluster``, and return what the last one sent and held.
 
-    Memory by kind is that when it was most. ``nbytes_once`` are the bytes of each gradient, as it is reduced, and of
-    each parameter that is trained. Nothing where stock's flat shards do not train under the optimizer.
+    ``peak`` is the memory by kind when the sum is largest. ``nbytes_once`` is the sum of the bytes of each gradient, in
+    the dtype of the reduction, and of each trained parameter. The result is empty if stock cannot train with the
+    optimizer, because it needs whole parameters.
     """
     _join(cluster)
     ledger = Ledger()
@@ -76,7 +77,7 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
         made: Any = imported(name)(module) if ":" in name else getattr(torch.optim, name)(module.parameters(), lr=1e-4)
         if options.system == STOCK and kind_of(made).needs_whole:
             return {}
-        params = [(param.numel(), param.nbytes, param.requires_grad) for param in module.parameters()]  # in full
+        params = [(param.numel(), param.nbytes, param.requires_grad) for param in module.parameters()]  # full sizes
         in_force = _in_bytes(options.options, sum(nbytes for _, nbytes, _ in params))
         backwards = min(workload.micro_batches, REPLAYED)
         engine = _engine(workload, options, module, made, backwards)
@@ -101,7 +102,7 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
 
 
 def _units(handle: ZeroSync | None) -> dict[str, Any]:
-    """Return what ZeRO-3 gathers as a whole: how many modules by class, and the bytes of the largest."""
+    """Return the units of ZeRO-3: the number of modules by class, and the bytes of the largest."""
     parameters = None if handle is None else handle._attached.parameters
     if not isinstance(parameters, ShardedParameters):
         return {}
@@ -116,13 +117,13 @@ def _join(cluster: Cluster) -> None:
     on_one_node = cluster.per_node == cluster.ranks
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cluster.ranks)
     if cluster.backend == "gloo":
-        # By these two ZeroSync chooses how to send.
+        # These two decide how ZeroSync sends.
         dist.get_backend_config = lambda group=None: "cpu:gloo"
         messages.on_one_host = lambda process_group: on_one_node
 
 
 def _in_bytes(options: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
-    """Return ``options`` with bytes for a budget that is a part of all parameters, of ``nbytes``."""
+    """Return ``options`` with a budget in bytes, if it was given as a part of all parameters, of ``nbytes``."""
     match options.get("param_memory_budget"):
         case float(part):
             return {**options, "param_memory_budget": int(part * nbytes)}
@@ -153,7 +154,7 @@ def _engine(workload: Workload, options: OptionSet, module: torch.nn.Module, opt
 def _steps(
     engine: Any, batch: Any, backwards: int, handle: ZeroSync | None, ledger: Ledger, counter: CollectiveCounter
 ) -> list[Mapping[str, Traffic]]:
-    """Train until a step is like the next; return what that one sent in each backward, and in its end."""
+    """Train until steps repeat; return what the last step sent in each backward, and in its end."""
 
     def note(param: Any) -> None:
         if param.grad is not None:
@@ -169,7 +170,7 @@ def _steps(
             ledger.restart()
             counter.take()
             parts = []
-            # Which backward is the last of a step is taken from the step before.
+            # The step before shows which backward is a step's last, so only warm-up steps before it are shortened.
             for _ in range(1 if to_come > 1 and handle is not None else backwards):
                 loss = loss_of(engine, batch)
                 engine.backward(loss if handle is None else loss / backwards)
@@ -187,7 +188,7 @@ def _steps(
 
 
 if __name__ == "__main__":
-    _results = os.dup(1)  # what DeepSpeed prints goes to where errors go
+    _results = os.dup(1)  # DeepSpeed's output is redirected to stderr
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
     _workload, _cluster, _sets = pickle.load(sys.stdin.buffer)

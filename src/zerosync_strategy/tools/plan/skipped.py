@@ -1,7 +1,7 @@
 """Training without the arithmetic: what is large is allocated, by the shapes that torch's kernels give, not computed.
 
-Real tensors with real storages, so that DeepSpeed and ZeroSync run as they are; but nobody writes to the large ones,
-and Linux gives memory that was never written to no pages. So a model of any size is replayed in little memory and time.
+Tensors and storages are real, so that DeepSpeed and ZeroSync run unchanged. But large tensors are never written to, and
+Linux allocates no pages for memory without writes. So a model of any size is replayed in little memory and time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 LARGE_BYTES = 1 << 16
-"""Tensors of fewer are computed."""
-_MAP_NORESERVE = 0x4000  # without the system's check that so much memory is there
+"""Tensors with fewer bytes are computed."""
+_MAP_NORESERVE = 0x4000  # disables the system's check that the memory exists
 
-# These change what a tensor is and no values, or share a storage without saying so.
+# These change the metadata of a tensor but no values, or share a storage without an annotation in their schema.
 _METADATA = {
     "resize_", "resize_as_", "set_", "as_strided_", "transpose_", "t_", "squeeze_", "unsqueeze_", "detach_",
     "swapaxes_", "swapdims_", "_unsafe_view", "lift_fresh", "_resize_output_", "record_stream", "is_pinned",
@@ -28,7 +28,7 @@ _METADATA = {
 _UNINITIALISED = {
     f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 }
-# Of which small arguments may give a large result.
+# Operators whose result may be large although their arguments are small.
 _MAY_GROW = {
     "aten::repeat", "aten::embedding", "aten::new_zeros", "aten::new_empty", "aten::new_ones", "aten::new_full",
     "aten::zeros_like", "aten::mm", "aten::bmm", "aten::addmm", "aten::add", "aten::mul", "aten::where",
@@ -38,9 +38,10 @@ _MAY_GROW = {
 
 
 def empty(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the shape, strides and dtype of ``like``, of zeros that take no memory until written to.
+    """Return a tensor with the shape, strides and dtype of ``like``, uninitialised if small.
 
-    Not from the C library, which may give out what the process has freed: values that are no finite numbers, perhaps.
+    A large one has zeros that take no memory until written to. It is not from the C library, which may reuse freed
+    memory with values that are not finite.
     """
     needed = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True)) + 1
     nbytes = needed * like.element_size() if like.numel() else 0
@@ -51,9 +52,9 @@ def empty(like: torch.Tensor) -> torch.Tensor:
 
 
 class SkippedCompute(TorchDispatchMode):
-    """While active, operators on large tensors allocate their results and leave all values as they are.
+    """While active, operators on large tensors allocate their results and change no values.
 
-    Each tensor that an operator returns goes to ``on_result``.
+    ``on_result`` is called with each tensor that an operator returns.
     """
 
     sees_zerosync = True
@@ -61,21 +62,21 @@ class SkippedCompute(TorchDispatchMode):
     def __init__(self, on_result: Callable[[torch.Tensor], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_result = on_result
-        self._shapes: dict[Any, Any] = {}  # by what they follow from: layers are alike, and steps
+        self._shapes: dict[Any, Any] = {}  # cached by operator and arguments, since layers and steps repeat
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _keeps_values(func):
-            return func(*args, **(kwargs or {}))  # a storage that is known
+            return func(*args, **(kwargs or {}))  # no new storage
         result = self._run(func, args, kwargs or {})
         if func._schema.name in _UNINITIALISED and not _is_large(result):
-            result.zero_()  # what would be written to it may be skipped
+            result.zero_()  # the operator that would fill it may be skipped
         for tensor in _tensors(result):
             self._on_result(tensor)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.equal.default:
-            return True  # who looks for changed values finds none
+            return True  # so that a search for changed values finds none
         given = _tensors((args, kwargs))
         is_small = not any(map(_is_large, given))
         if is_small and given and func._schema.name not in _MAY_GROW:
@@ -83,7 +84,7 @@ class SkippedCompute(TorchDispatchMode):
         if func.namespace == "c10d":
             from torch._C._distributed_c10d import FakeWork
 
-            work, count = FakeWork().boxed(), len(func._schema.returns)  # sent and received at once
+            work, count = FakeWork().boxed(), len(func._schema.returns)  # complete immediately
             return None if not count else work if count == 1 else (args[0], work)
         if func.namespace != "aten" or str(kwargs.get("device")) == "meta":
             return func(*args, **kwargs)
@@ -91,7 +92,7 @@ class SkippedCompute(TorchDispatchMode):
         if key not in self._shapes:
             try:
                 self._shapes[key] = _shapes_of(func, args, kwargs)
-            except (NotImplementedError, RuntimeError):  # depends on values, or has no kernel that gives shapes alone
+            except (NotImplementedError, RuntimeError):  # shapes depend on values, or the operator has no meta kernel
                 self._shapes[key] = NotImplemented
         shapes, returns = self._shapes[key], func._schema.returns
         if shapes is NotImplemented or (is_small and not any(map(_is_large, _tensors(shapes)))):
@@ -111,7 +112,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested lists and dicts. torch's pytree does that too, in half of a replay's time."""
+    """Return the tensors in nested lists and dicts. torch's pytree would take half of a replay's time for it."""
     if isinstance(values, (list, tuple, dict)):
         each = values.values() if isinstance(values, dict) else values
         return [tensor for value in each for tensor in _tensors(value)]
@@ -124,14 +125,14 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _keeps_values(func: Any) -> bool:
-    """Whether the result shares the storage of an argument and nothing is written."""
+    """Return whether the result shares the storage of an argument and no values are written."""
     returns = func._schema.returns
     is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     return is_view or func._schema.name.split("::")[-1] in _METADATA
 
 
 def _described(value: Any) -> Any:
-    """Return what the shapes of an operator's results follow from, to look them up by."""
+    """Return a hashable description of arguments that determines the shapes of an operator's results."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -158,7 +159,7 @@ def _shapes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _written(func: Any, returned: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the argument that is returned because it was written to; ``None`` for a new tensor."""
+    """Return the written argument of which ``returned`` is an alias; ``None`` for a new tensor."""
     if returned.alias_info is None:
         return None
     for position, argument in enumerate(func._schema.arguments):
