@@ -1,4 +1,4 @@
-"""What Lightning, Fabric and Accelerate do with core. The order in which a training is set up stands here, once:
+"""The calls of Lightning, Fabric and Accelerate into core. They set up a training in this order:
 
 1. a strategy or plugin is made: its contract is verified, its options are read (:class:`StrategyArguments`), and the
    process is prepared (:func:`prepare_process`);

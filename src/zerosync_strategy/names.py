@@ -1,4 +1,4 @@
-"""Where ZeroSync is found in Lightning's packages: module and class for each, and names such as ``zerosync_stage_3``.
+"""Where ZeroSync is found in Lightning's packages: modules, classes and names as ``zerosync_stage_3``.
 
 The library is published as two packages with the same code, ``lightning`` and ``pytorch_lightning`` (with
 ``lightning_fabric``). Each has classes of its own. Neither has an entry point for strategies.

@@ -1,4 +1,4 @@
-"""What a run says by itself: lines of the logger ``zerosync_strategy``, reports, and notes for ``zerosync run``."""
+"""Output of a run: lines of the logger ``zerosync_strategy``, reports, and notes for ``zerosync run``."""
 
 from __future__ import annotations
 

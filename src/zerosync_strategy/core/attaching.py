@@ -1,4 +1,4 @@
-"""``attach()``: what is looked at and agreed on before an engine has a handle."""
+"""``attach()``: checks and agreement of the ranks, before an engine gets its handle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fabric.setup_module()`` first, ``fabric.setup_optimizers()`` later: a model that gets its engine afterwards."""
+"""``fabric.setup_module()`` first, ``fabric.setup_optimizers()`` later: a model that gets its engine later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZeroSync in programs that do not name it: what ``zerosync run`` lets Python do at its start.
+"""ZeroSync in programs that do not import it: what ``zerosync run`` makes Python do at its start.
 
 ``site/`` is a folder of ``sys.path``, and imports nothing of this package; ``loaded.py`` is imported once a program has
 imported Accelerate or DeepSpeed.

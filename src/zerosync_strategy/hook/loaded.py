@@ -1,4 +1,4 @@
-"""What happens once a program has imported Accelerate or DeepSpeed."""
+"""Installs ZeroSync once a program has imported Accelerate or DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run with ``WeightAveraging``: Lightning's has the average in the place of the module's state.
+"""Checkpoints of a run with ``WeightAveraging``: Lightning saves the average in place of the module's state.
 
 DeepSpeed saves the module and its optimizer, sharded. The average is in one more file of the same directory. It is a
 checkpoint of Lightning's own, which ``load_from_checkpoint`` reads.

@@ -1,4 +1,4 @@
-"""Lightning's callbacks that refuse DeepSpeed, or that are wrong with it: what they do under ``ZeroSyncStrategy``."""
+"""Overrides, under ``ZeroSyncStrategy``, of Lightning's callbacks that refuse DeepSpeed or are wrong with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of Lightning's hooks a program uses to see or change gradients, and what of it cannot be right (N1)."""
+"""Lightning's hooks by which a program reads or changes gradients, and checks of their use (N1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each optimizer step cost, in the logger and on request in the progress bar."""
+"""Logs the report of each optimizer step, and on request shows it in the progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tools beside training: ``zerosync plan`` and ``zerosync doctor``.
+"""Tools outside of training: ``zerosync plan`` and ``zerosync doctor``.
 
 They use ``core``. Neither ``core`` nor the layer of a framework imports them.
 """

@@ -1,4 +1,4 @@
-"""What ``zerosync plan`` and ``zerosync doctor`` take, and how they print it."""
+"""The arguments and the output of ``zerosync plan`` and ``zerosync doctor``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Budgets that set themselves, and what they measure."""
+"""Automatic budgets, and the memory that they measure."""

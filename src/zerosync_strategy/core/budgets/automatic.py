@@ -1,4 +1,4 @@
-"""Budgets that set themselves: ``"auto"`` for gathered parameters and for unreduced gradients.
+"""Automatic budgets: ``"auto"`` for gathered parameters and for unreduced gradients.
 
 The first :data:`MEASURED` windows hold nothing, and measure. After each forward, and before each allocation of a gather
 or an unreduced gradient, they record the memory used by everything except gathered parameters. The table has a row per

@@ -1,4 +1,4 @@
-"""Loading: what a rank is about to read is verified on every rank, and agreed on, before anything is changed (K2)."""
+"""Loading: all ranks verify what they will read, and agree on it, before anything is changed (K2)."""
 
 from __future__ import annotations
 

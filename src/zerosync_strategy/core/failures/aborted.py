@@ -1,4 +1,4 @@
-"""What ranks have begun to send when a backward was aborted must not meet what they send next (W3).
+"""Collectives begun before a backward was aborted must not match collectives of the next window (W3).
 
 Off NCCL, tags distinguish messages. NCCL matches collectives by their order alone: ranks that abort after different
 numbers of collectives would sum gradients of different windows, or take gradients for parameters. So the ranks compare

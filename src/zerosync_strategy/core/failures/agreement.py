@@ -1,4 +1,4 @@
-"""What ranks compare, and raise alike where they differ: models and options (W4), and whether each could do its part.
+"""Comparisons between ranks, with one error on all: models and options (W4), and whether each rank succeeded.
 
 Collective: an all-reduce of 64 bytes if all is well.
 """

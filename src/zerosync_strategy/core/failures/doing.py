@@ -1,4 +1,4 @@
-"""What a rank does, how it departs from what it did, and why ranks wait in vain: what a verdict goes by (W4).
+"""The enums on which a verdict depends: what a rank does, and why ranks wait in vain (W4).
 
 Values are the words of error texts. A verdict depends on no other text.
 """

@@ -1,4 +1,4 @@
-"""What ranks raise when others are missing or a checkpoint is bad, and how errors of the communication are known."""
+"""Errors for missing ranks and bad checkpoints, and how errors of the communication are recognised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of one rank when communication fails: it is observed, sent to the others, and judged with theirs.
+"""The state of one rank when communication fails: observed, sent to the other ranks, and judged with theirs.
 
 The phases of a rank:
 

@@ -1,4 +1,4 @@
-"""What is concluded from the states of all ranks: one verdict, on the cause (W4). ``words.py`` puts it into a sentence.
+"""One verdict on the cause of a hang, from the states of all ranks (W4). ``words.py`` puts it into a sentence.
 
 The verdict names the first of these that exists: a rank that has raised an exception of its own; a rank whose process
 has ended; a rank that does not communicate while others wait for it. If all ranks wait, but for different things: a

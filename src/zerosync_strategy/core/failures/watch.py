@@ -1,4 +1,4 @@
-"""A verdict on a hang before the process group's timeout ends the process, on whatever backend (W4).
+"""A verdict on a hang before the process group's timeout ends the process, on any backend (W4).
 
 On NCCL, the host does not wait in collectives. If ranks wait for each other in vain, no error is raised until torch's
 watchdog ends the process. So a thread observes whether the main thread makes progress. If it makes none for half of the

@@ -1,4 +1,4 @@
-"""All sentences of an error about ranks that are missing or disagree (W4): its verdict, a line per rank, what to do."""
+"""The text of errors about ranks that are missing or disagree (W4): verdict, a line per rank, remedy."""
 
 from __future__ import annotations
 

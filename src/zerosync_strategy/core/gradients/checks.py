@@ -1,4 +1,4 @@
-"""What is checked of a window's gradients: that a program changes none by mistake (N1)."""
+"""The check that a program changes no gradients of a window by mistake (N1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements: which elements of the gradients are in which rank's shard, and how a reduction brings them there.
+"""Placements: which elements of the gradients are in which rank's shard, and how they are reduced into it.
 
 A *layout* describes the gradients that one process group shards. It is one of three: the flat buffer of ZeRO-1 and 2 in
 stripes (``stage12.py``), ZeRO-3's single parameters (``stage3.py``), and parameters with owners (``owned.py``). In the

@@ -1,4 +1,4 @@
-"""The step of an optimizer that needs whole parameters on ZeRO-3, which cuts each into shards.
+"""The step of an optimizer that needs whole parameters on ZeRO-3, which shards each parameter.
 
 Gradients are reduced to the owner of the parameter. After the step, each owner sends every rank its shards of the
 stepped parameters: 1/W of the bytes of a gather, in batches of at most a bucket or one parameter.

@@ -1,4 +1,4 @@
-"""This rank's master weights by stages of ZeRO, the slices in which they are stepped, and what follows each."""
+"""This rank's master weights by ZeRO stage, and the slices in which they are stepped and gathered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does an optimizer update each element by itself? Found out by stepping copies of it on the host, not looked up.
+"""Does an optimizer update each element by itself? Determined by stepping copies of it on the host.
 
 ZeRO gives each rank flat pieces of the parameters. So one copy steps a few parameters as they are. Two more copies step
 the same elements with the same gradients as two ranks of ZeRO would: each group as a flat tensor, cut in two. If the

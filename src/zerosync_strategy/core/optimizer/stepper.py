@@ -1,4 +1,4 @@
-"""The stepper makes the torch optimizer's step: without frozen parameters, and part by part where it can be (N1).
+"""The stepper makes the torch optimizer's step: without frozen parameters, and in slices if possible (N1).
 
 ZeRO steps its flat master weights as a whole, with gradient zero for frozen parameters. Weight decay and momentum would
 move these, and a parameter that is unfrozen later would continue at the step count of the others. So the optimizer is

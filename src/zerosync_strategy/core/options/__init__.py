@@ -1,1 +1,1 @@
-"""The options of ZeroSync, and what a program gives beside them."""
+"""The options of ZeroSync, and options that were removed."""

@@ -1,4 +1,4 @@
-"""Options that are gone. For one release, whoever uses one is told what to do instead."""
+"""Removed options. For one release, their use raises an error with the remedy."""
 
 from __future__ import annotations
 

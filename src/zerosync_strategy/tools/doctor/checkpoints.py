@@ -1,4 +1,4 @@
-"""Whether checkpoints on the disk are whole: what a run would find that loads them (K1)."""
+"""Whether checkpoints on disk are whole, as a run that loads them would find (K1)."""
 
 from __future__ import annotations
 

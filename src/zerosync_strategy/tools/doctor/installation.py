@@ -1,4 +1,4 @@
-"""What is installed against what was tested together, and what on this machine lets a run hang at its start."""
+"""Installed releases compared with the tested ones, and conditions of this machine that make a run hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be planned: a model, what one step of it does, and the options to compare."""
+"""The input of a plan: a model, its optimizer step, the cluster, and the options to compare."""
 
 from __future__ import annotations
 

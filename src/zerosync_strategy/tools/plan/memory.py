@@ -1,4 +1,4 @@
-"""The memory of live tensors by kind, and what it was when it was most."""
+"""The memory of live tensors by kind, now and at its peak."""
 
 from __future__ import annotations
 

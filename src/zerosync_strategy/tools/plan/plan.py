@@ -1,4 +1,4 @@
-"""``plan()``: replay option sets, and say which are worth their memory."""
+"""``plan()``: replays option sets, and recommends one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0 of W, replayed in a process of its own: real DeepSpeed on torch's fake process group, arithmetic left out.
+"""Replays rank 0 of W in its own process: real DeepSpeed on torch's fake process group, without the arithmetic.
 
 ``python -m zerosync_strategy.tools.plan.replay`` reads a pickled workload, cluster and option sets from its standard
 input, and writes a line of JSON for each completed option set. It imports once, and forks for each option set.

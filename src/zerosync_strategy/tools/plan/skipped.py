@@ -1,4 +1,4 @@
-"""Training without the arithmetic: what is large is allocated, by the shapes that torch's kernels give, not computed.
+"""Training without the arithmetic: large tensors are allocated, in the shapes that torch infers, and not computed.
 
 Tensors and storages are real, so that DeepSpeed and ZeroSync run unchanged. But large tensors are never written to, and
 Linux allocates no pages for memory without writes. So a model of any size is replayed in little memory and time.
