@@ -14,7 +14,7 @@ from zerosync_strategy.core.options.removed import refuse_removed
 _PRECISIONS = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
 _MADE_BY_PROGRAMS = ("optimizer", "scheduler")
 # Arguments of a framework's strategy that are no part of a DeepSpeed configuration, and so may be given with one.
-_BESIDE_CONFIG = frozenset({
+_WITH_CONFIG = frozenset({
     "accelerator", "cluster_environment", "exclude_frozen_parameters", "hysteresis", "initial_scale_power",
     "load_full_weights", "logging_level", "loss_scale", "loss_scale_window", "min_loss_scale", "parallel_devices",
     "precision", "precision_plugin", "process_group_backend", "remote_device", "timeout",
@@ -35,7 +35,7 @@ class StrategyArguments:
         self._owner = owner
         self._stock = stock
         self._parameters = inspect.signature(stock.__init__).parameters
-        self._beside_config = _BESIDE_CONFIG & self._parameters.keys()
+        self._with_config = _WITH_CONFIG & self._parameters.keys()
         self._error = error
 
     def split(self, stage: Any, config: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -44,14 +44,14 @@ class StrategyArguments:
         Raises a ``TypeError`` if an option is unknown, a ``ValueError`` if it was removed, and ``error`` if the stage
         is not 1, 2 or 3, or if ``config`` would override an option.
         """
-        options = {name: value for name, value in options.items() if value is not None or name in self._beside_config}
+        options = {name: value for name, value in options.items() if value is not None or name in self._with_config}
         ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
         for name in options:
             if name not in self._parameters or name == "self":
                 refuse_removed([name])
                 known = self._parameters.keys() - {"self"} | ZeroSyncConfig.option_names() | {"stage", "config"}
                 raise TypeError(f"{self._owner} got an unknown option {name!r}.{suggest(name, frozenset(known))}")
-        if config is not None and (ignored := options.keys() - self._beside_config):
+        if config is not None and (ignored := options.keys() - self._with_config):
             raise self._error(
                 f"{self._owner} got config= and also {', '.join(sorted(ignored))}, which a given configuration would"
                 " override. Put them into the configuration."
@@ -120,9 +120,9 @@ class StrategyArguments:
             types[name] = type_ | None
         for name, parameter in self._parameters.items():
             if name not in parameters:
-                beside = name in self._beside_config
-                parameters[name] = inspect.Parameter(name, keyword, default=parameter.default if beside else None)
-                types[name] = stock_types[name] if beside else stock_types[name] | None
+                stays = name in self._with_config
+                parameters[name] = inspect.Parameter(name, keyword, default=parameter.default if stays else None)
+                types[name] = stock_types[name] if stays else stock_types[name] | None
         init.__annotations__ = {**types, "return": None}
         signature = [p.replace(annotation=types.get(name, p.empty)) for name, p in parameters.items()]
         init.__signature__ = inspect.Signature(signature, return_annotation=None)  # type: ignore[attr-defined]

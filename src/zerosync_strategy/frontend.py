@@ -110,9 +110,9 @@ def building_model(sharding: AbstractContextManager[None], config: Any, stage: i
     """
     prepare_process(nested_init=False)
     with sharding:
-        told = tell_transformers(config) if stage == 3 else None
+        config_of_transformers = tell_transformers(config) if stage == 3 else None
         yield
-    del told  # transformers does not shard what it builds outside of this context
+    del config_of_transformers  # transformers does not shard what it builds outside of this context
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def reduces(sizes: str, number: int = 7, complete: bool = False) -> RankState:
         ([FORWARD, FORWARD], "same call", (0, 1)),
         ([reduces("[4]"), reduces("[4]"), reduces("[5]")], "other call", (2,)),  # NCCL: nobody waits on the host
         ([reduces("[4]"), reduces("[4]", 6, complete=True)], "elsewhere", (1,)),
-        ([FORWARD, replace(FORWARD, verdict="rank 1 slept")], "told before", ()),
+        ([FORWARD, replace(FORWARD, verdict="rank 1 slept")], "reported before", ()),
     ],
 )  # fmt: skip
 def test_causes(states: list[RankState], cause: str, ranks: tuple[int, ...]) -> None:

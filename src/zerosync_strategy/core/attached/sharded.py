@@ -133,7 +133,7 @@ class ShardedParameters(Parameters):
             window.interrupted = False
             self._of_module.recover()
         if window.state is WindowState.CLOSED:
-            self.scheduler.shards_written()  # by whatever the program has called since the step
+            self.scheduler.shards_written()  # by calls of the program since the step
         self._of_module.forward_begins()
         apart = nullcontext() if torch.is_grad_enabled() else self.scheduler.issuing.count.without_gradients()
         with self._parts.activity(Doing.FORWARD), self.scheduler.order.forward(), apart, self.backward():

@@ -226,9 +226,9 @@ def newest_whole(directory: Path, tag: str) -> Path | None:
 
     Frameworks may have a directory per checkpoint, hence the siblings. The contents of files are not read.
     """
-    beside = _folders(directory.absolute().parent) if tag else ()
+    siblings = _folders(directory.absolute().parent) if tag else ()
     whole: dict[Path, float] = {}
-    for place in (*_folders(directory), *(folder / tag for folder in beside)):
+    for place in (*_folders(directory), *(folder / tag for folder in siblings)):
         try:
             if place.is_dir() and (manifest := check_whole(place, contents=False)):
                 whole[place] = manifest.time

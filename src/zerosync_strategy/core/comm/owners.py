@@ -100,7 +100,7 @@ def choose_owners(
 def step_cost(shape: Sequence[int], options: Mapping[str, Any]) -> float:
     """Return what the step of a parameter costs, as by Newton-Schulz: products of a matrix with its transpose.
 
-    Fewer dimensions than two cost nothing beside.
+    A parameter of fewer than two dimensions costs nothing extra.
     """
     if len(shape) < 2:
         return 0.0

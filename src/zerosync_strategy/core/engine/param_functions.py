@@ -71,7 +71,7 @@ def intercept(param: Any) -> None:
     def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
         params = [param] if param_list is None else param_list
         if not async_op:
-            _gather_in_buckets(params)  # all but what no attached engine has: a step gathers persistent ones so
+            _gather_in_buckets(params)  # of attached engines: as a step gathers persistent parameters
         with zero3.as_it_is():
             handles = _gather_all(stock[0], params, async_op, hierarchy)
         for gathered in params:

@@ -51,7 +51,7 @@ class Cause(str, Enum):
     OTHER_ORDER = "other order"
     OTHER_SIZES = "other sizes"
     SAME_CALL = "same call"
-    TOLD_BEFORE = "told before"
+    REPORTED_BEFORE = "reported before"
 
     def __str__(self) -> str:
         return self.value

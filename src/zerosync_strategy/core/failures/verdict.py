@@ -25,7 +25,7 @@ class Verdict:
         shown: the cause that describes what ``chosen`` do, if it differs from ``cause``.
         departed: ``chosen`` depart from their own last window.
         states: of all ranks, if the sentence needs them.
-        told: an earlier verdict that a rank has reported already, with its advice.
+        reported: an earlier verdict that a rank has reported already, with its advice.
     """
 
     cause: Cause
@@ -35,7 +35,7 @@ class Verdict:
     departed: bool = False
     advice: Advice | None = None
     states: Sequence[RankState] = ()
-    told: str = ""
+    reported: str = ""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -56,9 +56,9 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
 
 
 def _judge(states: Sequence[RankState]) -> Verdict | None:
-    if told := next((state for state in states if state.verdict), None):
-        advice = Advice.OTHER_BACKWARDS if told.advises else None
-        return Verdict(Cause.TOLD_BEFORE, advice=advice, told=told.verdict)
+    if reported := next((state for state in states if state.verdict), None):
+        advice = Advice.OTHER_BACKWARDS if reported.advises else None
+        return Verdict(Cause.REPORTED_BEFORE, advice=advice, reported=reported.verdict)
     failed, gone = ([state for state in states if state.phase is phase] for phase in (Phase.FAILED, Phase.GONE))
     waiting = [state for state in states if state.waits_for and state.phase is not Phase.FAILED]
     if failed or gone:

@@ -36,7 +36,7 @@ class HangWatch:
         self, patience: float, moves: Callable[[], int], waits: Callable[[], bool], ask: Callable[[], Report]
     ) -> None:
         self._patience, self._moves, self._waits, self._ask = patience, moves, waits, ask
-        self._last, self._since, self._told = -1, time.monotonic(), False
+        self._last, self._since, self._reported = -1, time.monotonic(), False
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="zerosync-hang-watch", daemon=True)
         self._thread.start()
@@ -55,14 +55,14 @@ class HangWatch:
         moves = self._moves()
         with self._lock:
             if moves != self._last:
-                self._last, self._since, self._told = moves, time.monotonic(), False
-        return not self._told and time.monotonic() - self._since >= self._patience and self._waits()
+                self._last, self._since, self._reported = moves, time.monotonic(), False
+        return not self._reported and time.monotonic() - self._since >= self._patience and self._waits()
 
     def tell(self, found: Report) -> None:
         """Print the report, once until the main thread moves again."""
         with self._lock:
-            if self._told:
+            if self._reported:
                 return
-            self._told = True
+            self._reported = True
         waited = f"ZeroSync: this rank has waited for others for {time.monotonic() - self._since:.0f} s."
         print(f"{waited}\n{found.text}", file=sys.stderr, flush=True)

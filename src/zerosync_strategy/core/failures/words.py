@@ -77,8 +77,8 @@ def error_text(rank: int, what: str, position: str, error: BaseException, found:
 
 def sentence(verdict: Verdict) -> str:
     """Return the verdict in words."""
-    if verdict.told:
-        return verdict.told
+    if verdict.reported:
+        return verdict.reported
     groups = grouped(verdict.chosen, lambda state: (_did(verdict, state), _place(state)))
     sentences = [f"{_ranks_of(group)} {_did(verdict, group[0])}{_place(group[0])}" for group in groups]
     if verdict.others:

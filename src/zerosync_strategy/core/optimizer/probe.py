@@ -147,8 +147,8 @@ def _try_steps(trial: _Trial, differs: str) -> Finding:
         return Finding(Scope.ELEMENT)
     if trial.drew_random_numbers:
         return Finding(Scope.CHANCE, differs)
-    apart = trial.difference(whole, lambda tensors: [[tensor] for tensor in tensors], "one parameter")
-    return Finding(Scope.EVERYTHING, apart) if apart else Finding(Scope.PARAMETER, differs)
+    each = trial.difference(whole, lambda tensors: [[tensor] for tensor in tensors], "one parameter")
+    return Finding(Scope.EVERYTHING, each) if each else Finding(Scope.PARAMETER, differs)
 
 
 # ---- a trial ---------------------------------------------------------------------------------------------------------

@@ -141,10 +141,10 @@ class Stepper:
         if len(self._cohorts) == 1:
             self._cohorts[0].scalars = self._scalars_now([master.flat for master in self._masters.by_param()])
         for cohort in list(self._cohorts):
-            apart = cohort.params & frozen
-            if apart and apart != cohort.params:
-                cohort.params -= apart
-                self._cohorts.append(_Cohort(apart, copy.deepcopy(cohort.scalars)))
+            split = cohort.params & frozen
+            if split and split != cohort.params:
+                cohort.params -= split
+                self._cohorts.append(_Cohort(split, copy.deepcopy(cohort.scalars)))
 
     def _parts(
         self, slices: StepSlices, masters: Sequence[MasterShard] | None, cohorts: Sequence[_Cohort]

@@ -71,11 +71,11 @@ class Budget:
                 sizes[where] = None
             else:
                 sizes[where] = parse_bytes(f"{option}[{where!r}]", size, "" if where == AUTO else 'or "all"')
-        beside = next((where for where in places if sizes.get(where, 0) != 0), None)
-        if sizes.get("device", 0) is None and beside is not None:
+        other = next((where for where in places if sizes.get(where, 0) != 0), None)
+        if sizes.get("device", 0) is None and other is not None:
             raise ValueError(
                 f"ZeroSync option {option!r} got {dict(given)!r}: with all on the device, nothing is left for the"
-                f" {beside}. Leave {beside!r} out."
+                f" {other}. Leave {other!r} out."
             )
         limit = sizes.pop(AUTO, None)
         return cls(**sizes, node_in_device="node" not in given, automatic=AUTO in given, limit=limit)

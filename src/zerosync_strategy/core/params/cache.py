@@ -166,7 +166,7 @@ class ParameterCache:
 
     @internal
     def _unshard(self, unit: Unit, model_runs: bool) -> None:
-        """Let the parameters of a unit be there for the current stream, and issue the gathers of the next."""
+        """Unshard a unit, make the current stream wait for its gathers, and issue the next ones."""
         if self.plan.holds_all:
             self._issue_all()
         runs = [] if self.infers else unit.held or []
@@ -262,9 +262,9 @@ class ParameterCache:
 
     def _reshard(self, records: Iterable[Record], returns: bool = False) -> None:
         arrived(records)
-        there = zero3.gathered(records)
-        reshard([record for record in there if record.plain], returns)
-        for record in there:
+        gathered = zero3.gathered(records)
+        reshard([record for record in gathered if record.plain], returns)
+        for record in gathered:
             if not record.plain:
                 record.param.partition()
 

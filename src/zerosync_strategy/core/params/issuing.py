@@ -263,7 +263,7 @@ class ParameterGather(InFlight):
         with self._status.activity(self._activity), zero3.as_it_is():
             super().wait()
             if self._stream is not None:
-                self._gather_streams.caller_waits_for([self._stream])  # what is copied there, and not sent (U2)
+                self._gather_streams.caller_waits_for([self._stream])  # for its copies, too (U2)
             try:
                 self._land()
             except BaseException:  # as when out of memory: the next wait lands it
@@ -293,7 +293,7 @@ class ParameterGather(InFlight):
             host.keep(self._params)
         if any(param._zerosync_record.watched for param in self._params):
             self.event = self._gather_streams.record_unshard(self._stream)
-            self._gather_streams.wait_for_unshard(self.event)  # whoever writes to the values waits for their copy (U2)
+            self._gather_streams.wait_for_unshard(self.event)  # a writer of the values waits for their copy (U2)
 
     @property
     def is_complete(self) -> bool:

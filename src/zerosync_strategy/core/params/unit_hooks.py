@@ -299,7 +299,7 @@ class UnitHooks:
 
     @internal
     def _reshard(self, records: list[Record]) -> None:
-        self._scheduler.join(records)  # on whichever stream this is
+        self._scheduler.join(records)  # on any stream
         self._cache.reshard(records)
 
     def _leave_tasks(self) -> None:
