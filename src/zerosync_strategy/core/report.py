@@ -21,9 +21,8 @@ class StepReport:
         early_reductions: reductions that ran during a backward.
         floor_bytes: the minimum that the step has to send with the options in force: each gradient once per reduction
             pass, and each parameter once. Under ZeRO-3, a parameter that is neither held nor cached on the host counts
-            once for each time that a module needs it after the options have let it be released. In a backward it counts
-            once, unless DeepSpeed's own limits (``stage3_max_live_parameters``) release it between forward and
-            backward.
+            each time that a module needs it after the options in force have let it be released; DeepSpeed's limits are
+            among them, as ``stage3_max_reuse_distance``.
         floor_bytes_between_nodes: the part of ``floor_bytes`` that is sent to other nodes, each byte once per node.
         peak_unreduced_bytes: peak of local gradients.
         peak_held_bytes: ZeRO-3: peak of gathered parameters held over the window.
