@@ -50,9 +50,9 @@ class Guards:
         self.check_inference("engine.step()")
         if self._postponing:
             raise RuntimeError(
-                f"engine.step() was called inside of engine.{self._postponing[-1]}, whose block is there to postpone"
-                " the reduction. Call it after the block, or leave the block out: gradients are reduced once per step"
-                " in any case."
+                f"engine.step() was called inside of engine.{self._postponing[-1]}, which postpones the reduction to"
+                " the end of its block. Call it after the block, or leave the block out: gradients are reduced once per"
+                " step in any case."
             )
         if len(self._optimizer.optimizer.param_groups) != self._param_groups:
             self.refuse_param_group()

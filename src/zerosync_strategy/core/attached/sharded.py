@@ -28,9 +28,9 @@ from zerosync_strategy.core.report import size_text
 
 _MODIFIED = "modified by an inplace operation"  # torch's error for a saved tensor
 _BEGINS_INSIDE = (
-    "If nothing was: under ZeRO-3, a backward also meets this that begins inside of a unit, with a loss of what a hook"
-    " has caught there or the module has kept, and not with what the unit returns: its parameters are not gathered."
-    " Choose smaller units (unit_modules), or hold the parameters (param_memory_budget='all')."
+    "If the program modified nothing: under ZeRO-3, a backward whose loss does not come from a unit's outputs, but from"
+    " tensors inside of it that a hook or the module has kept, finds the unit's parameters resharded. Choose smaller"
+    " units (unit_modules), or hold the parameters (param_memory_budget='all')."
 )
 
 
