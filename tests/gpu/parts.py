@@ -40,10 +40,7 @@ def exposed(*arguments: str) -> tuple[str, ...]:
 
 
 TINY = ("--cpu", "--rounds", "1", "--steps", "1", "--layers", "2", "--width", "64", "--context", "16", "--batch", "2")
-MOST = (
-    *("ddp", "fsdp2-3", "stock-2", "coalesced-2", "stock-3"),
-    *("zerosync-2", "zerosync-2-overlapping", "zerosync-3"),
-)
+MOST = ("ddp", "fsdp2-3", "stock-2", "coalesced-2", "stock-3", "zerosync-2", "zerosync-3")
 SHORT = ("--rounds", "2", "--steps", "2")
 GPT = ("--model", "gpt", "--layers", "24", "--width", "1024", *SHORT)
 SMALL = (

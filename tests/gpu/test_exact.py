@@ -1,6 +1,7 @@
 """Every stage and precision, with optimizer and parameters on the device, offloaded or on the host, by NCCL's rules."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from tests.gpu.device import COMMUNICATORS, DEVICE, run
 from tests.harness.engines import make_engine
 from tests.harness.masters import Masters
+from tests.harness.optimizers import Noted
 from tests.harness.oracle import full_parameters
 from zerosync_strategy import attach
 
@@ -22,6 +24,7 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "host": ({"param_memory_budget": {"device": 0, "host": "all"}}, {}),
     "offloaded": ({}, OPTIMIZER),
     "offloaded with parameters": ({}, {**OPTIMIZER, "offload_param": {"device": "cpu", "pin_memory": True}}),
+    "whole parameters": ({}, {}),  # which NCCL sends to their owners, and from them, in groups
 }  # fmt: skip
 OF_STAGE_3 = ("held", "host", "offloaded with parameters")
 OF_STAGES_1_AND_2 = ("gathered after the step",)
@@ -51,12 +54,13 @@ def loss_of(module: Any, k: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 def errors(stage: int, dtype: torch.dtype, place: str) -> tuple[float, float]:
     """The largest difference from plain torch of any parameter, and how much rounding explains."""
     ours, zero = PLACES[place]
+    optimizer: Callable[[Any], torch.optim.Optimizer] = Noted if place == "whole parameters" else sgd
     net, plain = network().to(DEVICE), network().to(DEVICE)
     world = torch.distributed.get_world_size()
-    oracle = Masters(plain, dtype, sgd, world, SCALE if dtype is torch.float16 else 1.0)
+    oracle = Masters(plain, dtype, optimizer, world, SCALE if dtype is torch.float16 else 1.0)
     start = {name: param.clone() for name, param in oracle.parameters().items()}
     small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH, "overlap_comm": True}
-    engine = make_engine(net, sgd(net.parameters()), stage, {**small, **zero}, **CONFIG[dtype])
+    engine = make_engine(net, optimizer(net.parameters()), stage, {**small, **zero}, **CONFIG[dtype])
     zerosync = attach(engine, **ours)
     for step in range(STEPS):
         ks = range(BACKWARDS * step, BACKWARDS * (step + 1))

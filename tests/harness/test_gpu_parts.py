@@ -1,5 +1,6 @@
 """The parts of `make gpu` are run one by one, whatever one of them does."""
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -31,3 +32,12 @@ def test_a_part(program: str, ended: str, measured: object, tmp_path: Path, monk
 
 def test_all_parts_take_ten_minutes() -> None:
     assert sum(part.seconds for part in PARTS) <= 600
+
+
+def test_what_parts_measure_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a GPU is there, since an unknown system would end its part at once."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    known = importlib.import_module("exposed").SYSTEMS
+    commands = [list(part.command) for part in PARTS if "--systems" in part.command]
+    named = [word for each in commands for word in each[each.index("--systems") + 1 :]]
+    assert len(commands) == 3 and set(named) <= set(known)
