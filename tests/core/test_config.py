@@ -51,7 +51,7 @@ def test_wrong_options(block: object, keywords: dict[str, bool], error: type[Exc
 def test_values_that_contradict() -> None:
     with pytest.raises(ValueError, match="'reduction' takes 'native' or 'ordered', got 'sorted'"):
         ZeroSyncConfig(reduction="sorted")
-    with pytest.raises(ValueError, match="'unshard_streams' takes 'per_group' or 'shared', got 'one'"):
+    with pytest.raises(ValueError, match=r"'unshard_streams' takes 'per_group', 'shared' or .*, got 'one'"):
         ZeroSyncConfig(unshard_streams="one")
     with pytest.raises(TypeError, match=r"'step_cost' takes a function .* got 3"):
         ZeroSyncConfig(step_cost=3)

@@ -1,17 +1,23 @@
 """U1: gathers over several process groups are issued in one order on all ranks, and the result never varies."""
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.comm import comm
 
+from tests.harness import engines
+from tests.harness.data import noise
 from tests.harness.groups import LAYOUTS, WORLD, Model, Reads, data, make_engine, sgd
+from tests.harness.networks import stack
+from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import SIMULATED, RanksFailed, run_ranks
+from tests.harness.strict import strict
 from zerosync_strategy import attach
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.params.issuing import Issuing
@@ -19,6 +25,7 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.shard_over import ranks_of
 
 Issued = tuple[tuple[int, ...], int, tuple[int, ...]]  # the ranks of a gather, its bytes, and of which parameters
+numbers = noise(3, 6)
 DEPTHS = [0, 1, 80, 150, 10**6]  # elements to prefetch: nothing, then one, two and four parameters ahead, and all
 
 
@@ -133,3 +140,36 @@ def test_a_backends_own_gathers_are_in_deepspeeds_log_where_it_keeps_one() -> No
         return logged, both.tolist()
 
     assert run_ranks(run, world_size=WORLD) == [([False, True], [float(rank) for rank in range(WORLD)])] * WORLD
+
+
+@pytest.mark.parametrize("sharing", ["per_group", "own_communicator"])
+def test_gathers_over_a_communicator_of_their_own(sharing: str) -> None:
+    """By NCCL's rules: no reduction is between them, both have one order on all ranks, and nothing is left of it."""
+
+    def run() -> tuple[float, bool, int]:
+        engines.start()
+        with strict() as communicator:
+            net, plain = stack(6, 3), stack(6, 3)
+            zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+            engine = engines.make_engine(net, torch.optim.SGD(net.parameters(), lr=0.1), 3, zero)
+            before = len(dist.distributed_c10d._world.pg_map)
+            zerosync = attach(engine, unshard_streams=sharing, grad_memory_budget=0)
+            communicator._recorded.clear()  # what DeepSpeed has called to build the engine
+            oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+            for k in range(4):
+                engine.backward(engine(numbers(k, engines.rank())).square().mean())
+                oracle.backward(lambda r, k=k: plain(numbers(k, r)).square().mean())
+                if k % 2:
+                    engine.step()
+                    oracle.step()
+            called = defaultdict(set)
+            for entry, *_ in communicator._recorded:
+                called[entry["profiling_name"]].add(entry["process_group"])
+            error = distance(full_parameters(net), full_parameters(plain))
+            zerosync.detach()
+            left = len(dist.distributed_c10d._world.pg_map) - before
+        gathers, reductions = called["nccl:_allgather_base_"], called["nccl:_reduce_scatter_base_"]
+        assert gathers and reductions
+        return error, gathers.isdisjoint(reductions), left
+
+    assert run_ranks(run) == [(0.0, sharing == "own_communicator", 0)] * 2

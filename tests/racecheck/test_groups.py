@@ -39,7 +39,10 @@ def findings(sharing: str, backend: str | None = "nccl", **options: Any) -> list
 
 
 @pytest.mark.extended(but=("per_group-nccl",))
-@pytest.mark.parametrize(("sharing", "backend"), [("per_group", "nccl"), ("shared", "nccl"), ("per_group", None)])
+@pytest.mark.parametrize(
+    ("sharing", "backend"),
+    [("per_group", "nccl"), ("shared", "nccl"), ("own_communicator", "nccl"), ("per_group", None)],
+)
 def test_nothing_is_left_unordered(sharing: str, backend: str | None) -> None:
     zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if sharing == "shared" else {}
     assert findings(sharing, backend, **zero) == []

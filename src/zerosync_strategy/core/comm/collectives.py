@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_timeout
 
 from zerosync_strategy.core.comm.waits import launched, waiting
 from zerosync_strategy.core.engine import zero
+from zerosync_strategy.core.engine.interpose import replaced
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Returns a flat tensor of so many elements, with any values."""
@@ -276,6 +277,19 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
     for process_group in process_groups:
         if timeout_of(process_group) == _get_default_timeout(dist.Backend(dist.get_backend(process_group))):
             set_timeout(timeout_of(None), process_group)
+
+
+def new_group(ranks: Sequence[int], like: Any, first_on: torch.device | None = None) -> Any:
+    """Make a process group of these global ranks with the timeout of the group ``like``. Collective among them alone.
+
+    ``first_on``: the device on which NCCL runs its kernels before those of other groups; ``None``: on none.
+    """
+    options = None
+    if first_on is not None and like._get_backend(first_on).name() == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # With a bound device, torch would split the default group's communicator, which needs a call on all its ranks.
+    with replaced(dist.group.WORLD, "bound_device_id", None):
+        return dist.new_group(list(ranks), timeout_of(like), pg_options=options, use_local_synchronization=True)
 
 
 Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]

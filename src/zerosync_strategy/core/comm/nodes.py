@@ -31,6 +31,7 @@ from zerosync_strategy.core.comm.collectives import (
     exchange,
     gather_words,
     is_native,
+    new_group,
     reduce_scatter,
     send_and_receive,
     sum_messages,
@@ -38,7 +39,6 @@ from zerosync_strategy.core.comm.collectives import (
 )
 from zerosync_strategy.core.comm.messages import loopback
 from zerosync_strategy.core.comm.relay import Relay
-from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.options.budgets import AUTO
 
 
@@ -157,11 +157,8 @@ class Nodes:
             self._between = self._new_group([self.rank(node, self.place) for node in range(self.count)])
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
-        everyone, timeout = dist.get_process_group_ranks(self.process_group), timeout_of(self.process_group)
-        # With a bound device, torch would split the default group's communicator, which needs a call on all its ranks;
-        # but only ranks of groups with nodes call this.
-        with replaced(dist.group.WORLD, "bound_device_id", None):
-            return dist.new_group([everyone[rank] for rank in ranks], timeout, use_local_synchronization=True)
+        everyone = dist.get_process_group_ranks(self.process_group)
+        return new_group([everyone[rank] for rank in ranks], self.process_group)
 
     def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:
         """Return those of ``rows``, one per rank of the process group, that are for ranks with this rank's place."""

@@ -75,11 +75,12 @@ class Message:
     Args:
         params: with shards of one dtype, for which :func:`~zero3.has_plain_shard` holds.
         dtype: in which it is sent.
+        process_group: over which; of the ranks that shard the parameters, in their order.
     """
 
-    def __init__(self, params: list[Any], dtype: torch.dtype) -> None:
+    def __init__(self, params: list[Any], dtype: torch.dtype, process_group: Any) -> None:
         self.params, self._dtype = params, dtype
-        self._device, self._group = params[0].device, params[0].ds_process_group
+        self._device, self._group = params[0].device, process_group
         self._columns = [param.ds_tensor.ds_numel for param in params]
         self._shape = dist.get_world_size(self._group), sum(self._columns)
         self._rank = dist.get_rank(self._group)
@@ -101,7 +102,7 @@ def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
 
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
     with replaced(param, "ds_tensor", shard):
-        arrival = Message([param], shard.dtype).send(partition_parameters._dist_allgather_fn)
+        arrival = Message([param], shard.dtype, param.ds_process_group).send(partition_parameters._dist_allgather_fn)
     arrival.wait()
     ((_, full),) = arrival.values()
     return full

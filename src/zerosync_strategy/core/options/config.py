@@ -48,6 +48,8 @@ class ZeroSyncConfig:
         overlap_last: reduce during the backward that is known to be the last of its window.
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             any (``"per_group"``), or all on one stream (``"shared"``). The order of the gathers is the same.
+            ``"own_communicator"``: as ``"per_group"``, and on NCCL over a communicator of high priority that has no
+            reductions, so that a gather waits for none. It takes NCCL's buffers once more.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
             which ``torch.compile`` needs. ``False``: as in DeepSpeed.
         unit_modules: ZeRO-3: names of classes of modules that are gathered as a whole, as ``["LlamaDecoderLayer"]``.
@@ -114,9 +116,10 @@ class ZeroSyncConfig:
             raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"ZeroSync option 'loss_reduction' takes 'mean' or 'sum', got {self.loss_reduction!r}.")
-        if self.unshard_streams not in ("per_group", "shared"):
+        if self.unshard_streams not in ("per_group", "shared", "own_communicator"):
             raise ValueError(
-                f"ZeroSync option 'unshard_streams' takes 'per_group' or 'shared', got {self.unshard_streams!r}."
+                "ZeroSync option 'unshard_streams' takes 'per_group', 'shared' or 'own_communicator', got"
+                f" {self.unshard_streams!r}."
             )
         if self.grad_memory_budget is not None and not self.coalesce:
             raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import backend_for, gather_objects, is_native, note_launch
+from zerosync_strategy.core.comm.collectives import backend_for, gather_objects, is_native, new_group, note_launch
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import gathering, zero3
@@ -113,6 +113,7 @@ class GatherGroup:
     """A process group whose ranks shard parameters.
 
     Attributes:
+        communicator: the process group over which the ranks gather; ``process_group``, or one of the same ranks.
         place: its place in the order of gathers (U1).
         ranks: for errors.
         digest: of its gathers; ``None`` for a group of one rank, which gathers nothing.
@@ -122,6 +123,7 @@ class GatherGroup:
     """
 
     process_group: Any
+    communicator: Any
     place: int
     ranks: str
     digest: GatherDigest | None
@@ -134,11 +136,17 @@ class GatherGroup:
         """Whether gathers of different parameters do not match."""
         return self.digest is not None and self.digest.tagged
 
+    def close(self) -> None:
+        """Destroy what was made for the gathers."""
+        if self.communicator is not self.process_group and dist.is_initialized():
+            dist.destroy_process_group(self.communicator)
+
 
 def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: str) -> dict[Any, GatherGroup]:
     """Return the groups of the engine's parameters, by process group, in the order of gathers.
 
-    ``sharing``: ``"per_group"``: each gathers on its own stream; ``"shared"``: all on one.
+    ``sharing``: ``"per_group"``: each gathers on its own stream; ``"shared"``: all on one; ``"own_communicator"``: as
+    the first, and on NCCL over a communicator without reductions. Collective then.
     """
     by_all_reduce = gathering.config_of(engine).use_all_reduce_for_fetch_params  # sums each rank's shard and zeros
     # Two groups of the same ranks keep the order of their parameters.
@@ -152,7 +160,9 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
         nodes = topology.of(group) if digest is not None else None
         is_nccl = backend_for(group, engine.device.type) == "nccl"
         stream, ranks = made[place % len(made)], str(list(ranks_of(group)))
-        groups[group] = GatherGroup(group, place, ranks, digest, nodes, is_nccl, stream)
+        separate = sharing == "own_communicator" and is_nccl and digest is not None
+        communicator = new_group(ranks_of(group), group, engine.device) if separate else group
+        groups[group] = GatherGroup(group, communicator, place, ranks, digest, nodes, is_nccl, stream)
     return groups
 
 

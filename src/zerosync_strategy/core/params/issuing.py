@@ -203,11 +203,13 @@ class Issuing:
                 begun.add(group.process_group)
         return digest.add(ids, digested)
 
-    def issued(self, group: GatherGroup, activity: GatherActivity, noted: bool = False) -> None:
+    def issued(
+        self, group: GatherGroup, activity: GatherActivity, noted: bool = False, communicator: Any = None
+    ) -> None:  # fmt: skip
         """Count and note the gather that has just been issued."""
         self.count.issued()
         if group.is_nccl and not noted:
-            note_launch(group.process_group, self._device, activity)
+            note_launch(communicator or group.process_group, self._device, activity)
 
     def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> GatherActivity:
         """Return the activity of a rank that gathers ``params``; its text is made only for an error."""

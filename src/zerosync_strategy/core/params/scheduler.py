@@ -83,6 +83,8 @@ class GatherScheduler:
     def detach(self) -> None:
         for record in self.records:
             del record.param._zerosync_record
+        for group in self.groups.values():
+            group.close()
 
     # ---- the window ----------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ class AllShards(Source):
         activity, messages = self._issuing.activity, None
         if all(map(self.is_plain, params)):
             messages = [
-                (gathering.Message(members, dtype_of(members[0])), activity(group, members, reader))
+                (gathering.Message(members, dtype_of(members[0]), group.communicator), activity(group, members, reader))
                 for members in _by_dtype(params, dtype_of)
             ]
         return Part(group, params, messages, activity(group, params, reader))
@@ -141,7 +141,7 @@ class AllShards(Source):
                 if issuing.node_shards is not None and not reads:
                     arrival = arrival._replace(wait=partial(issuing.node_shards.keep, arrival))
                 yield arrival, activity
-        issuing.issued(group, part.activity)
+        issuing.issued(group, part.activity, communicator=group.communicator)
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> None:
         if part.messages is not None:
