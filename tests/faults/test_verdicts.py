@@ -143,3 +143,28 @@ def test_collectives_of_nccl_have_the_names_of_their_parameters(monkeypatch: pyt
         assert last.label == "the reduction of the gradients of '2'" and not last.complete
         assert last.text.startswith("the reduction of the gradients of '2' (collective ")
         assert of_gloo.name == "gloo:broadcast" and of_gloo.label == "" and of_gloo.complete
+
+
+def test_a_rank_waits_for_the_first_collective_that_is_not_complete() -> None:
+    """The host has launched more behind it, and collectives of another process group before."""
+    names = [("1", 4, True), ("1", 7, False), ("1", 5, False), ("0", 2, False)]
+    records = tuple(Recorded(group, number, "nccl:reduce", complete=complete) for group, number, complete in names)
+    assert replace(FORWARD, recorded=records).pending == records[2]
+    assert replace(FORWARD, recorded=records[:1]).pending is None
+
+
+def test_collectives_of_a_process_group_that_is_made_anew() -> None:
+    """Torch keeps those of the first, of the same name and numbers."""
+
+    def run() -> tuple[int, bool]:
+        start()
+        for _ in range(5):
+            dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+        start()
+        for _ in range(2):
+            dist.broadcast(torch.ones(7), 0)
+        found = recorded()
+        return (found[0].number, found[0].sizes == "[7]") if found else (2, True)
+
+    assert run_ranks(run) == [(2, True)] * 2

@@ -83,6 +83,7 @@ class _Call:
     sent: list[torch.Tensor] = field(default_factory=list)
     done: bool = False
     grouped: bool = False
+    group: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} at {self.site}"
@@ -141,6 +142,7 @@ class StrictCommunicator(TorchDispatchMode):
         if self._group is None:
             self._launch([call])
         else:
+            call.group, call.sent = group.group_name, [tensor.detach().clone() for tensor in call.inputs]
             self._group.append(call)
         boxed = Work.boxed(PythonCallbackWork(lambda timeout: self._complete(call)))
         if name == "monitored_barrier_":
@@ -176,6 +178,8 @@ class StrictCommunicator(TorchDispatchMode):
 
     def begin_group(self) -> None:
         """Calls are those of one group until :meth:`end_group`."""
+        if self._group is not None:
+            raise StrictError(f"A group of calls begins inside of another, at {_site()}.")
         self._group = []
         if (simulation := _simulation()) is not None:
             simulation.begin_group()
@@ -184,17 +188,23 @@ class StrictCommunicator(TorchDispatchMode):
         """Launch the calls of the group, and return their work."""
         calls, self._group = self._group, None
         assert calls is not None
-        if strangers := [call for call in calls if call.ranks != dist.get_process_group_ranks(group)]:
-            raise StrictError(f"{strangers[0]} is in a group of calls over other ranks.")
+        for place, call in enumerate(calls, start=1):
+            call.kind += f", {place} of {len(calls)} in a group"
         if calls:
             self._record("coalesced", group, self.last_number(), calls[-1], calls[-1].key)
         simulation = _simulation()
         with nullcontext() if simulation is None else simulation.silent():
+            for call in calls:
+                if not all(map(_same, call.inputs, call.sent)):
+                    raise StrictError(f"{call}: its input was changed before the group was launched.")
             self._launch(calls)
         for call in calls:
             call.grouped = True
         work = PythonCallbackWork(lambda timeout: all([self._complete(call, True) for call in calls]))
-        return work if simulation is None else simulation.end_group(group, work)
+        work = work if simulation is None else simulation.end_group(group, work)
+        if strangers := [call for call in calls if call.group != group.group_name]:
+            raise StrictError(f"{strangers[0]} is in a group of calls over another process group.")
+        return work
 
     def _launch(self, calls: list[_Call]) -> None:
         self.count["launches"] += 1

@@ -107,7 +107,7 @@ def test_a_group_of_calls_is_one_launch() -> None:
             found = entry.name, entry.number, entry.complete
             return there, tensors[rank()].tolist(), communicator.count["reduce"], communicator.count["launches"], found
 
-    assert run_ranks(run) == [(False, [3.0, 3.0], 2, 1, ("nccl:coalesced", 1, True))] * 2
+    assert run_ranks(run) == [(False, [3.0, 3.0], 2, 1, ("nccl:reduce_", 1, True))] * 2
 
 
 def swapped(number: int) -> None:
@@ -146,6 +146,30 @@ def waited_for_alone(number: int) -> None:
     work.wait()
 
 
+def in_a_group_on_one_rank(number: int) -> None:
+    if number:
+        dist.reduce(torch.ones(4), 0)
+    else:
+        dist.group.WORLD._start_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+        dist.reduce(torch.ones(4), 0, async_op=True)
+        dist.group.WORLD._end_coalescing(torch.device("cpu")).wait()  # type: ignore[union-attr]
+
+
+def of_two_groups_in_one(number: int) -> None:
+    other = dist.new_group([0, 1])
+    dist.group.WORLD._start_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+    dist.reduce(torch.ones(4), 0, async_op=True, group=other)
+    dist.group.WORLD._end_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+
+
+def changed_in_a_group(number: int) -> None:
+    dist.group.WORLD._start_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+    given = torch.ones(4)
+    dist.reduce(given, 0, async_op=True)
+    given.add_(1)
+    dist.group.WORLD._end_coalescing(torch.device("cpu"))  # type: ignore[union-attr]
+
+
 def changed(number: int) -> None:
     given = torch.ones(4)
     work = dist.all_gather_into_tensor(torch.empty(8), given, async_op=True)
@@ -163,6 +187,9 @@ def changed(number: int) -> None:
         (of_other_parts, ("elements", "expects 2")),
         (with_a_tag, ("tag 7",)),
         (waited_for_alone, ("is one of a group", "reduce float32 x 4")),
+        (in_a_group_on_one_rank, ("1 of 1 in a group", "in the same place")),
+        (of_two_groups_in_one, ("over another process group",)),
+        (changed_in_a_group, ("its input was changed",)),
         (changed, ("its input was changed",)),
     ],
 )

@@ -119,6 +119,7 @@ class Simulation(Device):
         if not isinstance(work, _Work):
             work = _Work(self, work, Clock(group.clock), kept)
             if self._group is not None:
+                work.in_group = True
                 self._group.append(work)
         return work
 
@@ -142,7 +143,7 @@ class _Works(NamedTuple):
 
     def wait(self, *args: Any) -> bool:
         for work in self.works:
-            work.wait(*args)
+            work.inner.wait(*args)
         return True
 
 
@@ -163,18 +164,20 @@ class _Work:
     def __init__(self, device: Device, work: Any, clock: Clock, kept: list[torch.Tensor]) -> None:
         self._device = device
         self.kept = kept  # alive until wait()
-        self._work = work
+        self.inner = work
+        self.in_group = False
         self._clock = clock
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        assert not self.in_group, "the work of a group is waited for, not that of one of its calls"
         with self._device.silent():
-            result = self._work.wait(*args, **kwargs)
+            result = self.inner.wait(*args, **kwargs)
         self._device.current.wait(self._clock)
         self.kept.clear()
         return result
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+        return getattr(self.inner, name)
 
 
 def simulate(backend: str | None = "nccl") -> AbstractContextManager[Simulation]:

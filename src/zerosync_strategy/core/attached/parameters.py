@@ -113,7 +113,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def before_update(self) -> None:
-        """Called when gradients are reduced, before the optimizer steps."""
+        """Called after gradients have been reduced, before the optimizer steps."""
 
     def updating(self) -> AbstractContextManager[None]:
         """Around the optimizer's step."""

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -196,7 +196,7 @@ def grouped(process_group: Any, device: torch.device, label: object) -> Iterator
     """Launch the collectives issued inside as one group on NCCL, which may then run them side by side.
 
     The caller appends their works to the list that this yields, and waits for what is in it afterwards: on NCCL the one
-    work of the group, in their place.
+    work of the group, in their place, unless nothing was launched.
     """
     works: list[Any] = []
     if backend_for(process_group, device.type) != "nccl":
@@ -206,10 +206,13 @@ def grouped(process_group: Any, device: torch.device, label: object) -> Iterator
     group._start_coalescing(device)
     try:
         yield works
-    finally:  # an open group would hold back all later collectives of this thread
-        work = group._end_coalescing(device)
-    works[:] = [work]
-    note_launch(process_group, device, label)
+    except BaseException:
+        with suppress(Exception):  # an open group would hold back all later collectives of this thread
+            group._end_coalescing(device)
+        raise
+    if (work := group._end_coalescing(device)) is not None:
+        works[:] = [work]
+        note_launch(process_group, device, label)
 
 
 def gather_objects(value: Any, process_group: Any) -> list[Any]:
@@ -287,6 +290,7 @@ def new_group(ranks: Sequence[int], like: Any, first_on: torch.device | None = N
     options = None
     if first_on is not None and like._get_backend(first_on).name() == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout_of(like)
     # With a bound device, torch would split the default group's communicator, which needs a call on all its ranks.
     with replaced(dist.group.WORLD, "bound_device_id", None):
         return dist.new_group(list(ranks), timeout_of(like), pg_options=options, use_local_synchronization=True)

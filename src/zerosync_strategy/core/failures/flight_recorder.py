@@ -52,6 +52,10 @@ class Recorded:
     reduces: bool = False
 
     @property
+    def backend(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
     def text(self) -> str:
         what = self.label or f"{self.name.rpartition(':')[2]} of {self.sizes or 'nothing'}"
         return f"{what} (collective {self.number} of group {self.group!r}{self.line and ', at ' + self.line})"
@@ -88,12 +92,15 @@ def recorded() -> tuple[Recorded, ...]:
 def _of_interest(
     entries: Iterable[Mapping[str, Any]], labels: Mapping[tuple[str, int], object]
 ) -> tuple[Recorded, ...]:
-    # Collectives launched as a group share a number. Only the last entry with it, the group's, is ever complete.
-    launched = {
-        (entry["process_group"][0], _is_gloos(entry), entry["collective_seq_id"]): entry
-        for entry in entries
-        if not entry["is_p2p"]
-    }
+    # Collectives launched as a group share a number. The last entry with it is the group's, which has no sizes and is
+    # the only one that is ever complete. Names and numbers repeat where a process group is made anew.
+    launched: dict[tuple[object, ...], Mapping[str, Any]] = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            key = entry["process_group"][0], _is_gloos(entry), entry.get("pg_id"), entry["collective_seq_id"]
+            first = launched.pop(key, entry)
+            is_group = entry["profiling_name"] == "nccl:coalesced"
+            launched[key] = {**first, "state": entry["state"]} if is_group else entry
     last: dict[tuple[str, bool], Mapping[str, Any]] = {}
     incomplete: dict[tuple[str, bool], Mapping[str, Any]] = {}
     for entry in launched.values():

@@ -88,8 +88,11 @@ class RankState:
 
     @property
     def pending(self) -> Recorded | None:
-        """The first incomplete collective in torch's flight recorder."""
-        return next((each for each in self.recorded if not each.complete), None)
+        """The first incomplete collective of the last used process group that has any in torch's flight recorder."""
+        incomplete = [each for each in self.recorded if not each.complete]
+        group = (incomplete[0].group, incomplete[0].backend) if incomplete else None
+        of_group = (each for each in incomplete if (each.group, each.backend) == group)
+        return min(of_group, key=lambda each: each.number, default=None)
 
     def with_pending(self) -> RankState:
         """Fill ``waits_for`` from torch's flight recorder, if ZeroSync does not know what the rank waits for.

@@ -88,7 +88,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def stepped(self, weights: Iterable[WeightPair]) -> None:
-        """Record digests of the shards, to which a step has just written the master weights."""
+        """Record digests of device shards, to which a step has just written master weights from the host."""
         if self._streams.concurrent:
             self._digests = [self.digest(shard) for shard, _ in self._elsewhere(weights)]
 

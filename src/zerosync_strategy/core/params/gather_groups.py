@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -138,8 +139,9 @@ class GatherGroup:
 
     def close(self) -> None:
         """Destroy what was made for the gathers."""
-        if self.communicator is not self.process_group and dist.is_initialized():
-            dist.destroy_process_group(self.communicator)
+        if self.communicator is not self.process_group:
+            with suppress(ValueError, AssertionError):  # the program has destroyed all process groups
+                dist.destroy_process_group(self.communicator)
 
 
 def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: str) -> dict[Any, GatherGroup]:

@@ -154,7 +154,7 @@ def _engine(workload: Workload, options: OptionSet, module: torch.nn.Module, opt
 def _steps(
     engine: Any, batch: Any, backwards: int, handle: ZeroSync | None, ledger: Ledger, counter: CollectiveCounter
 ) -> list[Mapping[str, Traffic]]:
-    """Train until steps repeat; return what the last step sent in each backward, and in its end."""
+    """Train the steps after which they repeat; return what the last step sent in each backward, and in its end."""
 
     def note(param: Any) -> None:
         if param.grad is not None:
