@@ -4,6 +4,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import SIMULATED, RanksFailed, run_ranks
 from tests.harness.strict import strict
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm.collectives import new_group, timeout_of
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.params.issuing import Issuing
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -173,3 +175,13 @@ def test_gathers_over_a_communicator_of_their_own(sharing: str) -> None:
         return error, gathers.isdisjoint(reductions), left
 
     assert run_ranks(run) == [(0.0, sharing == "own_communicator", 0)] * 2
+
+
+def test_groups_that_are_made_have_the_timeout_of_the_user() -> None:
+    """Also like one that was made without it, as DeepSpeed's."""
+
+    def known() -> timedelta:
+        engines.start(timedelta(seconds=77))
+        return timeout_of(new_group([0, 1], dist.new_group([0, 1])))
+
+    assert run_ranks(known) == [timedelta(seconds=77)] * 2

@@ -287,6 +287,7 @@ def new_group(ranks: Sequence[int], like: Any, first_on: torch.device | None = N
 
     ``first_on``: the device on which NCCL runs its kernels before those of other groups; ``None``: on none.
     """
+    share_timeout([like])
     options = None
     if first_on is not None and like._get_backend(first_on).name() == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -49,7 +49,8 @@ class ZeroSyncConfig:
         unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
             any (``"per_group"``), or all on one stream (``"shared"``). The order of the gathers is the same.
             ``"own_communicator"``: as ``"per_group"``, and on NCCL over a communicator of high priority that has no
-            reductions, so that a gather waits for none. It takes NCCL's buffers once more.
+            reductions, so that its gathers wait for none. It takes NCCL's buffers once more. DeepSpeed's own gathers
+            (quantized, on NVMe, hpZ) and those within nodes stay where they are.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
             which ``torch.compile`` needs. ``False``: as in DeepSpeed.
         unit_modules: ZeRO-3: names of classes of modules that are gathered as a whole, as ``["LlamaDecoderLayer"]``.
