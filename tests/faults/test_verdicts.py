@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.faults.verdicts import FAULTS, is_right, verdicts
-from tests.harness.engines import start
+from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.doing import Advice, Doing
@@ -153,15 +154,19 @@ def test_a_rank_waits_for_the_first_collective_that_is_not_complete() -> None:
     assert replace(FORWARD, recorded=records[:1]).pending is None
 
 
-def test_collectives_of_a_process_group_that_is_made_anew() -> None:
+def test_collectives_of_a_process_group_that_is_made_anew(tmp_path: Path) -> None:
     """Torch keeps those of the first, of the same name and numbers."""
 
+    def start(name: str) -> None:
+        # A file each: at one address, a rank that is ahead would meet the first group's store, which is about to go.
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{name}", rank=rank(), world_size=2)
+
     def run() -> tuple[int, bool]:
-        start()
+        start("first")
         for _ in range(5):
             dist.all_reduce(torch.ones(4))
         dist.destroy_process_group()
-        start()
+        start("second")
         for _ in range(2):
             dist.broadcast(torch.ones(7), 0)
         found = recorded()
