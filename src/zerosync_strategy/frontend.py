@@ -28,11 +28,10 @@ from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.engine import cpu, patches, zero
-from zerosync_strategy.core.engine.checkpoint_files import FrozenStay, loads_universal
+from zerosync_strategy.core.engine.checkpoint_files import FrozenStay, loading_without_optimizer, loads_universal
 from zerosync_strategy.core.engine.compat import allow_any_model
-from zerosync_strategy.core.engine.gathering import leave_sharded, loading_without_optimizer
 from zerosync_strategy.core.engine.interpose import ModeOverrides, Stock, interpose, replaced, restore
-from zerosync_strategy.core.engine.module_hooks import drop_functions
+from zerosync_strategy.core.engine.module_hooks import drop_functions, leave_sharded
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
 from zerosync_strategy.core.engine.several import part_of, requiring_grad, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers

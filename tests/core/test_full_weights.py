@@ -17,8 +17,8 @@ from tests.harness.engines import attached_of, expect_timeout, make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters, state_of
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import CheckpointError, RankError, attach
+from zerosync_strategy.core.checkpoints.weight_files import WeightFiles
 from zerosync_strategy.core.comm import messages
-from zerosync_strategy.core.params.export import WeightFiles
 
 WIDTH = 8
 SHARDED = {"stage3_param_persistence_threshold": 0}

@@ -24,7 +24,6 @@ from zerosync_strategy.core.comm.collectives import new_group, timeout_of
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.params.issuing import Issuing
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.shard_over import ranks_of
 
 Issued = tuple[tuple[int, ...], int, tuple[int, ...]]  # the ranks of a gather, its bytes, and of which parameters
 numbers = noise(3, 6)
@@ -39,7 +38,7 @@ def recorded(engine: Any) -> Iterator[list[Issued]]:
 
     def begin(self: Issuing, group: Any, ids: tuple[int, ...], digested: bytes) -> Any:
         nbytes = sum(zero3.full_bytes(param) for param in engine.module.parameters() if zero3.param_id(param) in ids)
-        issued.append((ranks_of(group.process_group), nbytes, ids))
+        issued.append((tuple(dist.get_process_group_ranks(group.process_group)), nbytes, ids))
         return stock(self, group, ids, digested)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -15,8 +15,8 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.budgets.automatic import DeviceGauge
 from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.optimizer.edits import PIECE_NUMEL, MasterWeights
 from zerosync_strategy.core.params.copies import pinned_blocks
-from zerosync_strategy.core.params.edits import PIECE_NUMEL, MasterWeights
 
 pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, STEPS = 256, 4, 5

@@ -18,9 +18,9 @@ from tests.harness.releases import since
 from zerosync_strategy import attach
 from zerosync_strategy.core.budgets.automatic import DeviceGauge, gauge_of
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.params import edits
+from zerosync_strategy.core.optimizer import edits
+from zerosync_strategy.core.optimizer.edits import MasterWeights
 from zerosync_strategy.core.params.copies import pinned_blocks
-from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.values import WATCHED_STEPS
 
 WIDTH, STEPS = 16, 5

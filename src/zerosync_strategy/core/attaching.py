@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -147,8 +148,15 @@ def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
         value = getattr(config, name)
         facts[f"ZeroSync's {name!r}"] = getattr(value, "__qualname__", "") or repr(value)
     if zero.stage(engine) == 3:  # gathers are in the order of these numbers
-        facts["ZeRO-3's numbers of the parameters, by the order in which they were built"] = zero3.numbering(engine)
+        facts["ZeRO-3's numbers of the parameters, by the order in which they were built"] = _numbering(engine)
     return facts | model_facts(engine.module)
+
+
+def _numbering(engine: Any) -> str:
+    """Return the ids of the parameters of ``engine``, in the order of its module, as ranges."""
+    ids = [zero3.param_id(param) for param in engine.module.parameters()]
+    breaks = [0, *(place for place in range(1, len(ids)) if ids[place] != ids[place - 1] + 1), len(ids)]
+    return ", ".join(f"{ids[first]} to {ids[end - 1]}" for first, end in itertools.pairwise(breaks) if first < end)
 
 
 def let_modules_zero() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from zerosync_strategy.core.attached.checkpointing import export_weights, full_weights
 from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.full_weights import FullWeights, export_weights
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options.budgets import parse_bytes
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
@@ -217,7 +217,7 @@ class ZeroSync:
                 of the ``state_dict()`` is not a tensor.
             RuntimeError: an optimizer step or a loaded checkpoint has followed since the iteration's first tensor.
         """
-        return iter(full_weights(self._while_attached("full_weights()"), module, dtype))
+        return iter(FullWeights(self._while_attached("full_weights()"), module, dtype))
 
     def export(
         self,

@@ -1,4 +1,4 @@
-"""What an attached engine saves and loads: checkpoints (W5, K1, K2), and full weights for inference engines."""
+"""The checkpoints that an attached engine saves and loads (W5, K1, K2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zerosync_strategy.core.attached.by_name import refuse_states_by_name
 from zerosync_strategy.core.attached.engine import AttachedEngine
@@ -27,7 +26,6 @@ from zerosync_strategy.core.failures.errors import (
     NothingReplaced,
     RankError,
 )
-from zerosync_strategy.core.params.export import FullWeights, export
 from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of the ZeroSync that saved a checkpoint
@@ -202,40 +200,3 @@ def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
         with attached.weights.as_they_are():
             attached.weights.release_held()
             yield
-
-
-# ---- full weights ------------------------------------------------------------------------------------------------
-
-
-def full_weights(attached: AttachedEngine, module: torch.nn.Module | None, dtype: torch.dtype | None) -> FullWeights:
-    """Return the full weights of ``module``, in the engine's; see :meth:`ZeroSync.full_weights`."""
-    own = attached.parts.engine.module
-    if module is None:
-        module = own
-    elif all(each is not module for each in own.modules()):
-        raise ValueError(
-            f"full_weights() and export() take a module= of the engine's {type(own).__name__}, found"
-            f" a {type(module).__name__} that is none. Give the engine's module or one in it."
-        )
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(
-            f"full_weights() and export() take a dtype= for floating-point weights, got {dtype}. Leave it out, or"
-            " convert the tensors."
-        )
-    return FullWeights(module, attached.weights.scheduler, dtype, attached.weights.version, attached.activity)
-
-
-def export_weights(
-    attached: AttachedEngine, directory: Path, module: torch.nn.Module | None, dtype: torch.dtype | None,
-    max_shard_bytes: int,
-) -> None:  # fmt: skip
-    """Write the full weights of ``module``; see :meth:`ZeroSync.export`."""
-    everyone = zero.data_parallel_group(attached.parts.engine.optimizer)
-    weights = full_weights(attached, module, dtype)
-    if any(dist.get_world_size(group) < dist.get_world_size(everyone) for group in weights.process_groups):
-        raise ValueError(
-            "export() found parameters that shard_over() gives to groups of ranks: under one name, each group has"
-            " another. Write what full_weights() yields on the first rank of each group."
-        )
-    with attached.parts.traffic.apart("full weights"), attached.activity("export()"):
-        export(weights, directory, max_shard_bytes, everyone, module or attached.parts.engine.module, dtype)

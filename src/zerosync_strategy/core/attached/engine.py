@@ -37,13 +37,13 @@ from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.gradients.window import Window, WindowState
+from zerosync_strategy.core.optimizer.edits import MasterWeights
 from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
 from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients, PendingGradients
 from zerosync_strategy.core.optimizer.stepper import Stepper
 from zerosync_strategy.core.optimizer.whole import OwnedStepper, WholeStepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.full_parameters import let_average
 from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.report import size_text
@@ -97,6 +97,8 @@ class AttachedEngine:
             masters = ShardMasters(shards)  # the stepper is made first: it may raise, before the module is changed
             of_whole = (reducer, shards, masters, edits.digest)
             self.stepper = ExchangedStepper(*of_whole) if whole else Stepper(shards, masters)
+            if config.eager_frames:
+                compilation.unwrap_compiled(engine)
             of_module = ModuleParameters.of(engine, config, shards.streams, messages, topology, _is_constant)
             self.weights = sharded = ShardedWeights(parts, of_module)
             self.parameters = ShardedParameters(parts, sharded, of_module)

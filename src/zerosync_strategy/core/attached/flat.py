@@ -10,9 +10,9 @@ from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weight
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
+from zerosync_strategy.core.optimizer.edits import WeightPair, restore_flat_parameters
 from zerosync_strategy.core.optimizer.masters import FlatMasters, StripedStates
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.edits import WeightPair, restore_flat_parameters
 from zerosync_strategy.core.report import size_text
 
 

@@ -15,9 +15,9 @@ import torch
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
+from zerosync_strategy.core.optimizer.edits import MasterWeights
 from zerosync_strategy.core.optimizer.pending import Section
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.edits import MasterWeights
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 

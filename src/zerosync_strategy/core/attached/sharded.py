@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
-from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine import contract, deepspeed_internals, torch_internals, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.engine.parameter_states import Claim
@@ -17,10 +17,10 @@ from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients.window import WindowState
+from zerosync_strategy.core.optimizer.edits import write_gathered_to_shards
 from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.optimizer.stepper import counts_by_tensor
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.edits import write_gathered_to_shards
 from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.state_entries import warn_of_what_is_left
@@ -122,6 +122,7 @@ class ShardedParameters(Parameters):
             )
         if config.eager_frames:
             contract.require(deepspeed_internals.UNSHARD_ON_READ, engine)  # before anything is interposed
+            contract.require(torch_internals.COMPILATION)
 
     # ---- forwards and backwards ----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
 from zerosync_strategy.core.engine.interpose import Stock, replaced
 from zerosync_strategy.core.engine.parameter import record_of
 
@@ -214,6 +214,17 @@ def _keys(state: State) -> tuple[str, str]:
 def _is_of_flat(state: State) -> bool:
     """Return whether it was saved on stage 1 or 2, where ranks have parts of flat groups, not of each parameter."""
     return "base_optimizer_state" in state
+
+
+@contextmanager
+def loading_without_optimizer(engine: Any) -> Iterator[None]:
+    """Around ``load_checkpoint`` of an engine without an optimizer, which DeepSpeed 0.19.8 requires to have one."""
+    contract.require(deepspeed_internals.EVALUATION)
+    engine.optimizer._restore_from_bit16_weights = lambda: None
+    try:
+        yield
+    finally:
+        del engine.optimizer._restore_from_bit16_weights
 
 
 class SavedShards:

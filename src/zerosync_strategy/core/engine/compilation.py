@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, deepspeed_internals
+from zerosync_strategy.core.engine import contract, deepspeed_internals, module_hooks
 
 
 def leave_to_eager_code(tensors: Any) -> None:
@@ -52,6 +52,56 @@ def undo_passive(module: torch.nn.Module) -> None:
     """Undo :func:`make_passive`, unless a later engine has given the module its own dictionary."""
     if type(module._parameters) is passive_parameters():
         module._parameters.__class__ = passive_parameters().__bases__[0]
+
+
+def unwrap_compiled(engine: Any) -> None:
+    """Replace the wrappers that ``torch.compile(module)`` made before ``deepspeed.initialize`` by the modules inside.
+
+    They stay compiled, as by ``module.compile()``. A wrapper forwards attributes that are set on it to the module
+    inside, so DeepSpeed 0.19.8 confuses the two: it gives the module the wrapper's own empty dictionary of parameters,
+    the wrapper none, and both one set of backward hooks. Without wrappers, nothing changes.
+    """
+
+    def unwrap(module: Any) -> Any:
+        while (inside := vars(module)["_modules"].get("_orig_mod")) is not None:
+            inside._compiled_call_impl = module.dynamo_ctx(inside._call_impl)
+            module = inside
+        return module
+
+    if all(unwrap(module) is module for module in engine.module.modules()):
+        return
+    optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
+    begins, ends = (hooks[key] for hooks, key in module_hooks.of_engine(engine))
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    module_hooks.take_off(offload)
+    for parent in list(engine.module.modules()):
+        for name, child in vars(parent)["_modules"].items():
+            if child is not None:
+                vars(parent)["_modules"][name] = unwrap(child)
+    module = engine.module = optimizer.module = offload.module = unwrap(engine.module)
+    vars(engine)["module"] = module  # DeepSpeed puts it here, too, and older releases read it here
+    for param, name in engine.param_names.items():
+        engine.param_names[param] = name.replace("_orig_mod.", "")
+        owner, _, name = engine.param_names[param].rpartition(".")
+        module.get_submodule(owner)._parameters.setdefault(name, param)
+        param._z3_optimizer = optimizer  # older releases set it only on parameters of the wrapper
+    for submodule in module.modules():
+        _gather_when_read(submodule)
+    module_hooks.drop_functions(module)
+    engine.module_forward_pre_hook = module.register_forward_pre_hook(begins, with_kwargs=True)
+    engine.module_forward_post_hook = module.register_forward_hook(ends)
+    offload.setup_zero_stage3_hooks()
+
+
+def _gather_when_read(module: Any) -> None:
+    """Put the parameters of ``module`` into ZeRO-3's dictionary, if they are not."""
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+
+    if not isinstance(module._parameters, ZeROOrderedDict):
+        found = ZeROOrderedDict(parent_module=module)
+        found.update(module._parameters)
+        module._parameters = found
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.param_functions import for_training
-from zerosync_strategy.core.engine.parameter import arrive, record_of, returned, rows_of
+from zerosync_strategy.core.engine.parameter import arrive, record_of, returned, rows_of, unshard
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""
@@ -161,7 +161,7 @@ def gather_empty(param: Any) -> bool:
     """Gather ``param`` if it has no elements; return whether. DeepSpeed skips it and then fails."""
     if param.ds_numel == 0:
         with zero3.as_it_is():
-            record_of(param).unshard()
+            unshard((record_of(param),))
             record_of(param).arrive(param.data.new_empty(param.ds_shape))
     return bool(param.ds_numel == 0)
 
@@ -196,21 +196,3 @@ def parameters_of(module: Any, is_whole: bool) -> list[Any]:
     """Return the parameters of ``module``, if ``is_whole`` also of its submodules, and registered external ones."""
     registered = (param for _, param in module.ds_external_parameters())
     return list(dict.fromkeys([*module.parameters(recurse=is_whole), *registered]))
-
-
-def leave_sharded(engine: Any) -> None:
-    """Destroy ``engine`` but leave the parameters of its module sharded, so that another engine may train it."""
-    engine.destroy()
-    engine.module_forward_pre_hook.remove()
-    engine.module_forward_post_hook.remove()
-
-
-@contextmanager
-def loading_without_optimizer(engine: Any) -> Iterator[None]:
-    """Around ``load_checkpoint`` of an engine without an optimizer, which DeepSpeed 0.19.8 requires to have one."""
-    contract.require(deepspeed_internals.EVALUATION)
-    engine.optimizer._restore_from_bit16_weights = lambda: None
-    try:
-        yield
-    finally:
-        del engine.optimizer._restore_from_bit16_weights

@@ -18,9 +18,9 @@ def remove(engine: Any) -> None:
 
     DeepSpeed's linear layer is an autograd function for weights whose memory differs in the backward.
     """
-    _remove(engine.optimizer.parameter_offload)
+    take_off(engine.optimizer.parameter_offload)
     _use_plain_linear()
-    for hooks, key in _of_engine(engine):
+    for hooks, key in of_engine(engine):
         if not hasattr(hooks[key], _DISABLED):
             hooks[key] = torch.compiler.disable(hooks[key])  # keep the engine's hooks out of graphs
 
@@ -38,18 +38,18 @@ def make_anew(engine: Any) -> None:
     with replaced(offload, "module", engine.module):  # with several engines over one module, it is a part
         offload.setup_zero_stage3_hooks()
     parameter_offload.FWD_MODULE_STACK.pop()  # the model, which was pushed a second time
-    for hooks, key in _of_engine(engine):
+    for hooks, key in of_engine(engine):
         hooks[key] = getattr(hooks[key], _DISABLED, hooks[key])
 
 
-def _of_engine(engine: Any) -> Iterator[tuple[dict[int, Any], int]]:
+def of_engine(engine: Any) -> Iterator[tuple[dict[int, Any], int]]:
     """Yield the dictionary and key of each of the engine's own hooks around a forward."""
     for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if handle is not None and (hooks := handle.hooks_dict_ref()) is not None and handle.id in hooks:
             yield hooks, handle.id
 
 
-def _remove(offload: Any) -> None:
+def take_off(offload: Any) -> None:
     offload._remove_module_hooks()
     offload.forward_hooks.clear()
 
@@ -82,51 +82,8 @@ def drop_functions(module: Any) -> None:
             vars(submodule).pop(name, None)
 
 
-def unwrap_compiled(engine: Any) -> None:
-    """Replace the wrappers that ``torch.compile(module)`` made before ``deepspeed.initialize`` by the modules inside.
-
-    They stay compiled, as by ``module.compile()``. A wrapper forwards attributes that are set on it to the module
-    inside, so DeepSpeed 0.19.8 confuses the two: it gives the module the wrapper's own empty dictionary of parameters,
-    the wrapper none, and both one set of backward hooks. Without wrappers, nothing changes.
-    """
-
-    def unwrap(module: Any) -> Any:
-        while (inside := vars(module)["_modules"].get("_orig_mod")) is not None:
-            inside._compiled_call_impl = module.dynamo_ctx(inside._call_impl)
-            module = inside
-        return module
-
-    if all(unwrap(module) is module for module in engine.module.modules()):
-        return
-    optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
-    begins, ends = (hooks[key] for hooks, key in _of_engine(engine))
+def leave_sharded(engine: Any) -> None:
+    """Destroy ``engine`` but leave the parameters of its module sharded, so that another engine may train it."""
+    engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    _remove(offload)
-    for parent in list(engine.module.modules()):
-        for name, child in vars(parent)["_modules"].items():
-            if child is not None:
-                vars(parent)["_modules"][name] = unwrap(child)
-    module = engine.module = optimizer.module = offload.module = unwrap(engine.module)
-    vars(engine)["module"] = module  # DeepSpeed puts it here, too, and older releases read it here
-    for param, name in engine.param_names.items():
-        engine.param_names[param] = name.replace("_orig_mod.", "")
-        owner, _, name = engine.param_names[param].rpartition(".")
-        module.get_submodule(owner)._parameters.setdefault(name, param)
-        param._z3_optimizer = optimizer  # older releases set it only on parameters of the wrapper
-    for submodule in module.modules():
-        _gather_when_read(submodule)
-    drop_functions(module)
-    engine.module_forward_pre_hook = module.register_forward_pre_hook(begins, with_kwargs=True)
-    engine.module_forward_post_hook = module.register_forward_hook(ends)
-    offload.setup_zero_stage3_hooks()
-
-
-def _gather_when_read(module: Any) -> None:
-    """Put the parameters of ``module`` into ZeRO-3's dictionary, if they are not."""
-    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
-
-    if not isinstance(module._parameters, ZeROOrderedDict):
-        found = ZeROOrderedDict(parent_module=module)
-        found.update(module._parameters)
-        module._parameters = found

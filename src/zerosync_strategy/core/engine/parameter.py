@@ -121,9 +121,6 @@ class Record:
             f"Parameter {self.name}, {self.state.name} with {self.claims}, was to be {event.value}. {remedy}"
         )
 
-    def unshard(self) -> None:
-        unshard((self,))
-
     def _allocate(self) -> torch.Tensor:
         """Allocate the memory of the values, padding included; not in torch's inference mode."""
         param = self.param

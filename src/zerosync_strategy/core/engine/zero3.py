@@ -5,7 +5,6 @@ A parameter that ZeRO-3 does not shard has its values, its own shape and no grou
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -255,10 +254,3 @@ def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
         return stock(init)
 
     patches.wrap(patches.ENTER_INIT, enter)
-
-
-def numbering(engine: Any) -> str:
-    """Return the ids of the parameters of ``engine``, in the order of its module, as ranges."""
-    ids = [param_id(param) for param in engine.module.parameters()]
-    breaks = [0, *(place for place in range(1, len(ids)) if ids[place] != ids[place - 1] + 1), len(ids)]
-    return ", ".join(f"{ids[first]} to {ids[end - 1]}" for first, end in itertools.pairwise(breaks) if first < end)

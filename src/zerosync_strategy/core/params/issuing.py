@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.failures.aborted import BegunCollectives
-from zerosync_strategy.core.failures.doing import Doing
+from zerosync_strategy.core.failures.gathers import GatherActivity
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
@@ -65,39 +65,6 @@ def arrived(records: Iterable[Record]) -> None:
     for record in records:
         if record.gather is not None and not record.gather.is_done:
             record.gather.wait()
-
-
-class GatherActivity(NamedTuple):
-    """What a rank does that gathers the parameters with these ids. Holds no engine: it is kept for a while."""
-
-    names: Mapping[int, str]
-    ids: tuple[int, ...]
-    ranks: str
-    reader: str = ""
-
-    @property
-    def doing(self) -> Doing:
-        return Doing.GATHER
-
-    @property
-    def module(self) -> str:
-        """The module that has the first parameter."""
-        return self.names.get(self.ids[0], "").rpartition(".")[0]
-
-    def __str__(self) -> str:
-        reader = f" for {self.reader}" if self.reader else ""
-        return f"the gather of {listed(self.names, self.ids)} over the ranks {self.ranks}{reader}"
-
-
-def listed(names: Mapping[int, str], ids: Sequence[int]) -> str:
-    """Return the names of at most the first three parameters with these ``ids``."""
-    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
-    return ", ".join(name_of(names, param_id) for param_id in ids[:3]) + more
-
-
-def name_of(names: Mapping[int, str], param_id: int) -> str:
-    """Return the name of a parameter, for errors."""
-    return repr(names.get(param_id, f"parameter {param_id}"))
 
 
 NO_GRADIENTS = "forwards without gradients"
@@ -214,9 +181,6 @@ class Issuing:
     def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> GatherActivity:
         """Return the activity of a rank that gathers ``params``; its text is made only for an error."""
         return GatherActivity(self.names, zero3.param_ids(params), group.ranks, reader)
-
-    def name(self, param_id: int) -> str:
-        return name_of(self.names, param_id)
 
 
 class ParameterGather(InFlight):

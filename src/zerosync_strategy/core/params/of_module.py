@@ -8,7 +8,7 @@ from typing import Any
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import contract, module_hooks, torch_internals
+from zerosync_strategy.core.engine import module_hooks
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.several import first_of
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -70,9 +70,6 @@ class ModuleParameters:
         ``is_constant`` returns whether no optimizer trains a parameter. Raise ``ValueError`` if the module has another
         engine that gathers by itself, or one with options that conflict with ``config``.
         """
-        if config.eager_frames:
-            contract.require(torch_internals.COMPILATION)
-            module_hooks.unwrap_compiled(engine)
         found: ModuleParameters | None = vars(first_of(engine)).get("_zerosync_parameters")
         if found is None:
             _require_ungathered(engine)

@@ -22,10 +22,10 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.zero import in_runs
-from zerosync_strategy.core.failures.doing import Cause, Departure
+from zerosync_strategy.core.failures.doing import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
-from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived, listed
+from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived
 from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
 from zerosync_strategy.core.params.unit_order import UnitOrder
 from zerosync_strategy.core.params.units import Unit
@@ -91,12 +91,12 @@ class GatherScheduler:
     def before_step(self) -> None:
         """Check that the ranks of each group have gathered the same since the last step (W4). Collective."""
         for digest in self._digests:
-            digest.compare_window(self.issuing.name)
+            digest.compare_window(self.issuing.names)
 
     def before_checkpoint(self) -> None:
         """Check the gathers before the last step, whose result the checkpoint saves (W4)."""
         for digest in self._digests:
-            digest.check(self.issuing.name)
+            digest.check(self.issuing.names)
 
     def compare_aborted(self) -> None:
         """Before a forward sends anything, check that nothing of an aborted window can match it (W3)."""
@@ -271,8 +271,4 @@ class GatherScheduler:
 
     def departure(self) -> Departure | None:
         """Return how the gathers of this window differ from the last window; ``None`` if they do not."""
-        for digest in self._digests:
-            if (found := digest.departure()) is not None:
-                now, then = (listed(self.issuing.names, ids) for ids in found)
-                return Departure(Cause.OTHER_MODULES, f"gathered {now} where it gathered {then} in the window before")
-        return None
+        return next(filter(None, (digest.departure(self.issuing.names) for digest in self._digests)), None)

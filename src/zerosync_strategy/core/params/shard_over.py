@@ -74,11 +74,6 @@ class shard_over:  # named as a function, like torch.no_grad
         param.zerosync_sharded_over = self._group
 
 
-def ranks_of(process_group: Any) -> tuple[int, ...]:
-    """Return the global ranks of a process group, in the order of the group."""
-    return tuple(dist.get_global_rank(process_group, rank) for rank in range(dist.get_world_size(process_group)))
-
-
 def refuse_nested_init() -> None:
     """Make a ``zero.Init`` inside another one over other ranks raise a ``ValueError``, in this process.
 
@@ -88,41 +83,41 @@ def refuse_nested_init() -> None:
 
 
 def _refuse_other_ranks(inner: Any, outer: Any) -> None:
-    ranks, around = ranks_of(inner), ranks_of(outer)
+    ranks, around = map(dist.get_process_group_ranks, (inner, outer))
     if ranks != around:
         raise ValueError(
-            f"zero.Init(data_parallel_group=...) over the ranks {list(ranks)} was entered inside another"
-            f" zero.Init, over {list(around)} (Lightning's configure_model runs in one). DeepSpeed would ignore"
+            f"zero.Init(data_parallel_group=...) over the ranks {ranks} was entered inside another"
+            f" zero.Init, over {around} (Lightning's configure_model runs in one). DeepSpeed would ignore"
             " the inner one. Use 'with shard_over(group):' instead."
         )
 
 
 def layout_problem(module: Any, everyone: Any) -> str:
     """Return what is wrong with how ZeRO-3 shards ``module`` over ``everyone`` and its subgroups; empty if nothing."""
-    ranks_by_group: dict[Any, tuple[int, ...]] = {}
+    ranks_by_group: dict[Any, list[int]] = {}
     for name, param in module.named_parameters():
         actual = zero3.process_group(param)
         groups = everyone, actual, getattr(param, "zerosync_sharded_over", actual)
         for group in groups:
             if group not in ranks_by_group:
-                ranks_by_group[group] = ranks_of(group)
+                ranks_by_group[group] = dist.get_process_group_ranks(group)
         known, ranks, asked = (ranks_by_group[group] for group in groups)
         if asked != ranks:
             return (
-                f"parameter {name!r} is sharded over the ranks {list(ranks)}, where shard_over() has said"
-                f" {list(asked)}: DeepSpeed's expert and tensor parallelism choose the ranks themselves. Use one of"
+                f"parameter {name!r} is sharded over the ranks {ranks}, where shard_over() has said"
+                f" {asked}: DeepSpeed's expert and tensor parallelism choose the ranks themselves. Use one of"
                 " the two."
             )
         if len(ranks) < len(known) and not zero3.has_own_group(param):
             return (
-                f"parameter {name!r} is sharded over the ranks {list(ranks)} of {list(known)}, which shard_over() has"
+                f"parameter {name!r} is sharded over the ranks {ranks} of {known}, which shard_over() has"
                 " not said: zero.Init(data_parallel_group=...) around a submodule shards all that is built elsewhere"
                 " over that group too. Leave the group out of zero.Init, and build the submodule inside 'with"
                 " shard_over(group):'."
             )
         if len(ranks) < len(known) and zero3.has_secondary_shard(param):
             return (
-                f"parameter {name!r} is sharded over the ranks {list(ranks)} of {list(known)}, and"
+                f"parameter {name!r} is sharded over the ranks {ranks} of {known}, and"
                 " 'zero_hpz_partition_size' asks for a second copy of it over others. DeepSpeed cannot do both. Leave"
                 " 'zero_hpz_partition_size' out."
             )

@@ -15,9 +15,10 @@ import torch
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import unshard
+from zerosync_strategy.core.failures.gathers import GatherActivity
 from zerosync_strategy.core.params.copies import gather_node_shards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
-from zerosync_strategy.core.params.issuing import GatherActivity, Issuing, ParameterGather, tagged_all_gather
+from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, tagged_all_gather
 
 _Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with its activity
 
@@ -168,7 +169,7 @@ class AllShards(Source):
             return
         with zero3.as_it_is():
             for param, full in self.values(part).items():
-                param._zerosync_record.unshard()
+                unshard((param._zerosync_record,))
                 param._zerosync_record.arrive(full)
 
 

@@ -1,7 +1,4 @@
-"""The full weights of a module, one run at a time, as tensors for a consumer or as safetensors files.
-
-A run is the parameters that one message gathers. Its values are in memory of their own and the parameters stay as they
-are. So nothing in the engine waits for the consumer, and a consumer that stops early leaves nothing to clean up.
+"""Full weights in safetensors files, as transformers names and loads them.
 
 A file is a header with the offset of each tensor, and the bytes. Shapes and dtypes are known before the first gather,
 so the header is written first and each tensor is written as soon as it is gathered.
@@ -11,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import importlib
-import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, NamedTuple
@@ -25,11 +21,8 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import gather_objects
-from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError
-from zerosync_strategy.core.params.intercepted import Alias, Unsharded
-from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -52,90 +45,9 @@ class WeightSpec(NamedTuple):
     tied_to: str
 
 
-class FullWeights:
-    """The full tensors of ``module.state_dict()``. Raises ``ValueError`` if an entry is no tensor.
-
-    Args:
-        module: of an attached engine, or a submodule of it.
-        scheduler: gathers the parameters; ``None``: they are not sharded.
-        dtype: for floating-point tensors; ``None``: their own.
-        version: returns a value that changes whenever the weights change.
-        activity: the context for communication.
-    """
-
-    def __init__(
-        self, module: torch.nn.Module, scheduler: GatherScheduler | None, dtype: torch.dtype | None,
-        version: Callable[[], int], activity: Callable[[str], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        self._scheduler, self._dtype, self._version, self._activity = scheduler, dtype, version, activity
-        self._names: dict[Any, list[str]] = {}  # of each tensor; several if it is tied
-        entries: dict[str, Any] = module.state_dict(keep_vars=True)
-        for name, tensor in entries.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(
-                    f"The entry {name!r} of the state_dict() is no tensor but a {type(tensor).__name__}, the extra"
-                    " state of a module. Take the weights of a module= without it, or save a checkpoint."
-                )
-            self._names.setdefault(tensor, []).append(name)
-        sharded = [tensor for tensor in self._names if zero3.is_sharded(tensor)]
-        self._runs = [run for _, runs in scheduler.runs(sharded) for run in runs] if scheduler is not None else []
-        known = set(itertools.chain.from_iterable(self._runs))
-        self._others = [tensor for tensor in self._names if tensor not in known]
-        self.process_groups = {zero3.process_group(param) for param in known}
-
-    @property
-    def specs(self) -> list[WeightSpec]:
-        """Specs of all tensors, in the order in which they are yielded."""
-        return [
-            WeightSpec(name, zero3.full_shape(tensor), self._converted(tensor.dtype), names[0] if number else "")
-            for tensor in itertools.chain(*self._runs, self._others)
-            for names in (self._names[tensor],)
-            for number, name in enumerate(names)
-        ]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each name with its tensor, on its own device, for the caller to keep and change. Collective.
-
-        ``RankError``: other ranks did not take part. ``RuntimeError``: an optimizer step or a checkpoint has changed
-        the weights since the first tensor.
-        """
-        version = self._version()
-        for run in self._runs:
-            self._check(version)
-            assert self._scheduler is not None
-            with self._activity("full_weights()"):
-                values = self._scheduler.values(run, "full_weights()")
-            values.reverse()
-            for param in run:
-                full = values.pop()  # so that only the consumer refers to it
-                yield from self._named(param, full.to(self._converted(full.dtype)))
-                del full
-        for tensor in self._others:
-            self._check(version)
-            plain = tensor.clone() if isinstance(tensor, (Alias, Unsharded)) else tensor.detach()
-            yield from self._named(tensor, plain.to(self._converted(plain.dtype), copy=True))
-
-    def _named(self, tensor: Any, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self._names[tensor]:
-            yield name, full
-
-    def _converted(self, dtype: torch.dtype) -> torch.dtype:
-        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
-
-    def _check(self, version: int) -> None:
-        if self._version() != version:
-            raise RuntimeError(
-                "full_weights() found that an optimizer step or a checkpoint has changed the weights since its first"
-                " tensor, so that the rest would be of another model. Take all of them before it."
-            )
-
-
-# ---- files -------------------------------------------------------------------------------------------------------
-
-
 def export(
-    weights: FullWeights, directory: Path, max_shard_bytes: int, process_group: Any, module: Any,
-    dtype: torch.dtype | None,
+    weights: Iterable[tuple[str, torch.Tensor]], specs: Sequence[WeightSpec], directory: Path, max_shard_bytes: int,
+    process_group: Any, module: Any, dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
     """Write ``weights``, of ``module``, on the first rank of ``process_group``. Collective over all its ranks.
 
@@ -143,11 +55,10 @@ def export(
     write.
 
     Args:
-        weights: with floating-point tensors of ``dtype``; ``None``: of their own.
+        weights: names and tensors, as ``specs`` describes them; every rank takes them all.
         max_shard_bytes: most bytes of tensors in one file.
-        module: may be a model of transformers.
+        module: may be a model of transformers, whose configuration is written with ``dtype``; ``None``: its own.
     """
-    specs = weights.specs
     for spec in specs:
         if spec.dtype not in _DTYPES:
             raise ValueError(
