@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of, reshard
+from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of, reshard, unshard
 from zerosync_strategy.core.engine.parameter_states import TRANSITIONS, Claim, Event, State
 
 
@@ -48,7 +48,7 @@ def record_in(state: State) -> Record:
     param.ds_numel, param.ds_shape = 4, torch.Size([4])
     record = Record(param, "'weight'", Owner(), SimpleNamespace(place=0))
     if state is not State.SHARDED:
-        record.unshard()
+        unshard((record,))
     if state is State.UNSHARDED:
         record.arrive(torch.zeros(4))
     assert record.state is state
@@ -57,7 +57,7 @@ def record_in(state: State) -> Record:
 
 def happens(event: Event, record: Record) -> None:
     {
-        Event.UNSHARD: record.unshard,
+        Event.UNSHARD: lambda: unshard((record,)),
         Event.ARRIVE: lambda: record.arrive(torch.ones(4)),
         Event.CLAIM: lambda: record.claim(Claim.WINDOW),
         Event.DROP: lambda: record.drop(Claim.WINDOW),
@@ -116,7 +116,7 @@ def test_the_class_follows_from_state_and_claims(claim: Claim) -> None:
     record = record_in(State.SHARDED)
     record.intercept(Values(), AtRest)
     classes = [type(record.param)]
-    record.unshard()
+    unshard((record,))
     record.claim(claim)
     classes.append(type(record.param))
     record.arrive(torch.zeros(4))
@@ -176,7 +176,7 @@ def test_whoever_gathered_before_a_write_has_not_changed_the_values() -> None:
         record.param.mul_(2)
     reshard((record,), returns=False)
     assert values.told == [True]
-    record.unshard()
+    unshard((record,))
     record.arrive(torch.zeros(4))
     record.forget_changes()
     record.param.ds_active_sub_modules.add(1)
