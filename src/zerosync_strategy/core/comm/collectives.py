@@ -277,9 +277,11 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
     """
     c10d = dist.distributed_c10d
     set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
+    of_users = timeout_of(None)
     for process_group in process_groups:
-        if timeout_of(process_group) == _get_default_timeout(dist.Backend(dist.get_backend(process_group))):
-            set_timeout(timeout_of(None), process_group)
+        default = _get_default_timeout(dist.Backend(dist.get_backend(process_group)))
+        if timeout_of(process_group) == default != of_users:
+            set_timeout(of_users, process_group)
 
 
 def new_group(ranks: Sequence[int], like: Any, first_on: torch.device | None = None) -> Any:
