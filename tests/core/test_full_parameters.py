@@ -145,3 +145,23 @@ def test_what_is_on_its_way_is_waited_for(reads: bool) -> None:
         return distance(full_parameters(net), full_parameters(plain))
 
     assert run_ranks(run) == [0.0, 0.0]
+
+
+def test_a_block_inside_of_a_block() -> None:
+    """As over the handles of several optimizers, the first of which has the whole module."""
+
+    def run() -> list[float]:
+        net = WithTarget()
+        engine = make_engine(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), 3, {"stage3_param_persistence_threshold": 0}
+        )
+        zerosync = attach(engine)
+        first = next(net.parameters())
+        with zerosync.full_parameters(), torch.no_grad():
+            with zerosync.full_parameters([first]):
+                first.fill_(2.0)
+            first[0] += 1.0
+        with zerosync.full_parameters():
+            return [float(first.min()), float(first.max())]
+
+    assert run_ranks(run) == [[2.0, 3.0]] * 2

@@ -19,6 +19,7 @@ from zerosync_strategy.core.attached.guards import Guards
 from zerosync_strategy.core.attached.meter import StepMeter, label_of
 from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
 from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
+from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
@@ -91,7 +92,8 @@ class AttachedEngine:
         window = Window(reducer, config.overlap_last, traffic, self.activity, self._backward_begins, changes)
         compilation.keep_out_of_graphs(window.added)
         edits, pending = MasterWeights(shards.streams), (engine, reducer, window, self.activity, traffic.apart)
-        self.parts = parts = Parts(engine, config, names, reducer, window, edits, traffic, self.activity)
+        statistics = RunningStatistics(engine.module, group, traffic)
+        self.parts = parts = Parts(engine, config, names, reducer, window, edits, statistics, traffic, self.activity)
         of_module = None
         if isinstance(shards, PerParamShards):
             masters = ShardMasters(shards)  # the stepper is made first: it may raise, before the module is changed
@@ -238,6 +240,7 @@ class AttachedEngine:
                 self.pending.restore_clip_norm()
                 weights.written(by_step=True)
             parameters.after_update()
+            self.parts.statistics.share()
             self.meter.step_done()
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
@@ -28,6 +29,7 @@ class Parts:
     Attributes:
         names: of the module's parameters.
         edits: finds what the program has written to parameters, for the master weights.
+        statistics: of BatchNorm and the like, alike on all ranks after a step.
         activity: a context around what may communicate (W4).
     """
 
@@ -37,6 +39,7 @@ class Parts:
     reducer: Reducer
     window: Window
     edits: MasterWeights
+    statistics: RunningStatistics
     traffic: EngineCounter
     activity: Section
 

@@ -16,18 +16,27 @@ from torch.optim.swa_utils import AveragedModel
 
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import patches, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.parameter_states import Claim
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 
 @contextmanager
 def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
-    """While active, ``parameters`` (by default all) are full, and what is written to them is kept. Collective."""
+    """While active, ``parameters`` (by default all) are full, and what is written to them is kept. Collective.
+
+    Those that a context around this one has gathered are its: it writes them back.
+    """
     if zero.stage(engine) != 3:
         yield
         return
-    params = list(engine.module.parameters() if parameters is None else parameters)
-    with _gathered(params, modifier_rank=0):
+    params = engine.module.parameters() if parameters is None else parameters
+    with _gathered([param for param in params if not _is_in_context(param)], modifier_rank=0):
         yield
+
+
+def _is_in_context(param: Any) -> bool:
+    record = getattr(param, "_zerosync_record", None)
+    return record is not None and Claim.CONTEXT in record.claims
 
 
 def full_state(engine: Any) -> dict[str, torch.Tensor]:

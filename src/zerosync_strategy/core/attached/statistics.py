@@ -1,0 +1,60 @@
+"""Running statistics of BatchNorm and the like: after each step, all ranks have those of the first rank (N1).
+
+In training, such a layer normalises by its own batch, and each rank's statistics are of the batches that the rank has
+seen. So they would differ in an evaluation, and in what ranks save. PyTorch's DistributedDataParallel broadcasts all
+buffers before each forward. Here it is these alone, once per step, however the program evaluates; other buffers are
+left to the program, which may keep something of each rank in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerosync_strategy.core.comm.collectives import note_launch
+from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.param_functions import for_training
+
+_LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+"""Not SyncBatchNorm, whose statistics are of the batches of all ranks."""
+_LABEL = "the broadcast of running statistics"
+
+
+class RunningStatistics:
+    """The running statistics of the layers of ``module``, whose first rank in ``process_group`` gives them to all.
+
+    Layers with parameters that not all ranks share, as in experts, are left out.
+    """
+
+    def __init__(self, module: nn.Module, process_group: Any, traffic: EngineCounter) -> None:
+        self._group, self._traffic = process_group, traffic
+        layers = [] if dist.get_world_size(process_group) == 1 else module.modules()
+        self._layers = [
+            each for each in layers if isinstance(each, _LAYERS) and not any(map(_is_of_some, each.parameters()))
+        ]
+
+    @for_training
+    @torch.no_grad()
+    def share(self) -> None:
+        """Give all ranks the statistics of the first. Collective, if there are any."""
+        from deepspeed import comm
+
+        by_kind: dict[Any, list[torch.Tensor]] = {}
+        for buffer in (buffer for layer in self._layers for buffer in layer.buffers(recurse=False)):
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        first = dist.get_global_rank(self._group, 0)
+        for (_, device), buffers in by_kind.items():
+            packed = torch.cat([buffer.view(-1) for buffer in buffers])
+            with self._traffic.apart("running statistics"):
+                comm.broadcast(packed, first, group=self._group)
+                note_launch(self._group, device, _LABEL)
+            parts = packed.split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
+
+
+def _is_of_some(param: Any) -> bool:
+    return zero3.has_own_group(param) or not getattr(param, "allreduce", True)  # DeepSpeed's mark of an expert's
