@@ -320,7 +320,7 @@ def test_a_group_without_parameters(tmp_path: Path) -> None:
         trainer.train()
         with pytest.warns(UserWarning, match="group 1 of the optimizer has no parameters"):
             Accelerator().prepare(other := Model(), torch.optim.SGD(_groups(other), lr=0.5))
-        return full_parameters(model)
+        return full_parameters(model), _rates_with_accelerate()
 
     model, data = Model(), Data(4)
     expected = Oracle(model, torch.optim.SGD(_groups(model), lr=0.5), WORLD)
@@ -329,8 +329,22 @@ def test_a_group_without_parameters(tmp_path: Path) -> None:
         expected.backward(lambda rank, batch=batch: loss_of(model.net, data.batch(batch, rank)))
         expected.step()
         scheduler.step()
-    for parameters in run_ranks(job, env=launched(2)):
+    for parameters, rates in run_ranks(job, env=launched(2)):
         assert distance(parameters, full_parameters(model)) == 0.0
+        assert rates == [0.05, 0.0125]
+
+
+def _rates_with_accelerate() -> list[float]:
+    """After a step with a scheduler that was made for the empty group, too, as in transformers' run_clm_no_trainer."""
+    accelerator = Accelerator(step_scheduler_with_optimizer=False)
+    optimizer = torch.optim.SGD(_groups(model := Model()), lr=0.5)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 0.5, lambda _: 0.0, lambda _: 0.25])
+    prepared, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    x, y = Data(1).batch(0, 0)
+    accelerator.backward(prepared(x, y)["loss"])
+    optimizer.step()
+    scheduler.step()
+    return [group["lr"] for group in optimizer.param_groups]
 
 
 class SavesTheModule(InOrder):

@@ -217,10 +217,13 @@ def test_learning_rate_schedulers(stage: int, interval: str) -> None:
     assert run_ranks(run) == [(0.0, True)] * 2
 
 
-def test_two_schedulers_of_one_optimizer() -> None:
+def test_two_schedulers_of_one_optimizer_with_an_empty_group() -> None:
+    """As of parameters without weight decay, in a model without biases."""
+
     class Scheduled(Module):
         def configure_optimizers(self) -> Any:
-            optimizer, of = sgd(self.parameters()), torch.optim.lr_scheduler
+            groups = [{"params": [], "weight_decay": 0.0}, {"params": list(self.parameters())}]
+            optimizer, of = sgd(groups), torch.optim.lr_scheduler
             return [optimizer], [
                 {"scheduler": of.StepLR(optimizer, 1, 0.5), "interval": "step"},
                 of.StepLR(optimizer, 1),

@@ -247,14 +247,15 @@ def warn_of_empty_groups(call: str, optimizer: Any) -> None:
         )
 
 
-def drop_empty_groups(optimizer: Any, scheduler: Any) -> None:
-    """Remove empty groups from an optimizer, as DeepSpeed does, and from the ``scheduler`` of its learning rates."""
-    kept = [index for index, group in enumerate(optimizer.param_groups) if group["params"]]
-    number = len(optimizer.param_groups)
+def drop_empty_groups(optimizer: Any, *schedulers: Any) -> None:
+    """Remove empty groups from an optimizer, as DeepSpeed does, and from the ``schedulers`` of its learning rates."""
+    groups = getattr(optimizer, "param_groups", [])  # none if DeepSpeed is yet to make the optimizer
+    kept, number = [index for index, group in enumerate(groups) if group["params"]], len(groups)
     if len(kept) == number:
         return
-    optimizer.param_groups[:] = [optimizer.param_groups[index] for index in kept]
-    for name in ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"):
-        values = getattr(scheduler, name, None)
-        if isinstance(values, list) and len(values) == number:
-            setattr(scheduler, name, [values[index] for index in kept])
+    groups[:] = [groups[index] for index in kept]
+    for scheduler in (each for outer in schedulers for each in (outer, *getattr(outer, "_schedulers", ()))):
+        for name in ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"):
+            values = getattr(scheduler, name, None)
+            if isinstance(values, list) and len(values) == number:
+                setattr(scheduler, name, [values[index] for index in kept])
