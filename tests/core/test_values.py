@@ -626,6 +626,37 @@ def test_pruning(stage: int, options: dict[str, Any]) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+def test_tied_weights_that_are_gathered_are_found() -> None:
+    """As transformers finds them when it saves after an evaluation: by where they begin and where they end."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(x))
+
+    def run() -> tuple[set[int], int]:
+        torch.manual_seed(0)
+        net = Tied()
+        engine = make_engine(net, trained(net), 3, SHARDED)
+        attach(engine)
+        engine.backward(engine(torch.arange(7)).square().mean())
+        engine.step()
+        for _ in range(2):
+            with torch.no_grad():
+                engine(torch.arange(7))
+        entries = net.state_dict().values()
+        begins = {entry.data_ptr() for entry in entries}
+        assert all(entry.nelement() for entry in entries), "as they are gathered"
+        sizes = {entry.view(-1)[-1].data_ptr() + entry.element_size() - entry.data_ptr() for entry in entries}
+        return sizes, len(begins)
+
+    assert run_ranks(run) == [({7 * 4 * 4}, 1)] * 2
+
+
 def test_a_state_dict_of_what_an_engine_has_left_sharded() -> None:
     """As a program that saves after ``accelerator.end_training()``."""
 

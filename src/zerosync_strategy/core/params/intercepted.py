@@ -107,6 +107,13 @@ class Entry(StateEntry, Alias):
 
     @classmethod
     def _compute(cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        entry = args[0] if args else None
+        if func is torch.Tensor.view and isinstance(entry, Entry) and entry.zerosync_shows_bytes:
+            param = entry.zerosync_param
+            if zero3.is_gathered(param):  # transformers looks for tied tensors by where their last elements lie
+                record_of(param).owner.join((record_of(param),))
+                with zero3.as_it_is():
+                    return func(*args, **kwargs)
         return _operate(func, args, kwargs)
 
     def zerosync_shard(self) -> torch.Tensor | None:
