@@ -314,6 +314,18 @@ def test_a_scheduler_goes_without_empty_groups() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.0125] == scheduler.get_last_lr()
 
 
+def test_schedulers_in_a_row_go_without_empty_groups() -> None:
+    optimizer, of = torch.optim.SGD(_groups(Model()), lr=0.5), torch.optim.lr_scheduler
+    parts = [of.ConstantLR(optimizer, 0.5, 1), of.StepLR(optimizer, 1, 0.1)]
+    scheduler = of.SequentialLR(optimizer, parts, [1])
+    drop_empty_groups(optimizer, scheduler)
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.05])
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.005]) == scheduler.get_last_lr()
+
+
 def test_a_group_without_parameters(tmp_path: Path) -> None:
     def job() -> Any:
         trainer = WithAnEmptyGroup(model := Model(), arguments(tmp_path), train_dataset=Rows(4))
