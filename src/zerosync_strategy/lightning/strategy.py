@@ -204,8 +204,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         else:
             with frontend.in_full_shapes(model.parameters()):
                 optimizers, self.lr_scheduler_configs = fetch(contract.INIT_OPTIMIZERS)(self.lightning_module)
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             for optimizer in optimizers:
-                schedulers = [config.scheduler for config in self.lr_scheduler_configs]
                 frontend.drop_empty_groups(
                     optimizer, *(each for each in schedulers if getattr(each, "optimizer", None) is optimizer)
                 )

@@ -31,10 +31,15 @@ class RunningStatistics:
     """
 
     def __init__(self, module: nn.Module, process_group: Any, traffic: EngineCounter) -> None:
+        from deepspeed.moe.utils import is_moe_param
+
         self._group, self._traffic = process_group, traffic
         layers = [] if dist.get_world_size(process_group) == 1 else module.modules()
         self._layers = [
-            each for each in layers if isinstance(each, _LAYERS) and not any(map(_is_of_some, each.parameters()))
+            each
+            for each in layers
+            if isinstance(each, _LAYERS)
+            and not any(is_moe_param(param) or zero3.has_own_group(param) for param in each.parameters())
         ]
 
     @for_training
@@ -46,15 +51,10 @@ class RunningStatistics:
         by_kind: dict[Any, list[torch.Tensor]] = {}
         for buffer in (buffer for layer in self._layers for buffer in layer.buffers(recurse=False)):
             by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        first = dist.get_global_rank(self._group, 0)
         for (_, device), buffers in by_kind.items():
             packed = torch.cat([buffer.view(-1) for buffer in buffers])
             with self._traffic.apart("running statistics"):
-                comm.broadcast(packed, first, group=self._group)
+                comm.broadcast(packed, dist.get_global_rank(self._group, 0), group=self._group)
                 note_launch(self._group, device, _LABEL)
             parts = packed.split([buffer.numel() for buffer in buffers])
             torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])
-
-
-def _is_of_some(param: Any) -> bool:
-    return zero3.has_own_group(param) or not getattr(param, "allreduce", True)  # DeepSpeed's mark of an expert's

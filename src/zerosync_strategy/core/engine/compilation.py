@@ -74,7 +74,7 @@ def unwrap_compiled(engine: Any) -> None:
     begins, ends = (hooks[key] for hooks, key in module_hooks.of_engine(engine))
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    module_hooks.take_off(offload)
+    module_hooks.remove_hooks(offload)
     for parent in list(engine.module.modules()):
         for name, child in vars(parent)["_modules"].items():
             if child is not None:

@@ -18,7 +18,7 @@ def remove(engine: Any) -> None:
 
     DeepSpeed's linear layer is an autograd function for weights whose memory differs in the backward.
     """
-    take_off(engine.optimizer.parameter_offload)
+    remove_hooks(engine.optimizer.parameter_offload)
     _use_plain_linear()
     for hooks, key in of_engine(engine):
         if not hasattr(hooks[key], _DISABLED):
@@ -49,7 +49,7 @@ def of_engine(engine: Any) -> Iterator[tuple[dict[int, Any], int]]:
             yield hooks, handle.id
 
 
-def take_off(offload: Any) -> None:
+def remove_hooks(offload: Any) -> None:
     offload._remove_module_hooks()
     offload.forward_hooks.clear()
 

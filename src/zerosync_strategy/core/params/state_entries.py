@@ -162,8 +162,7 @@ def _warn_once() -> None:
         "What state_dict() has of parameters that ZeRO-3 shards was pickled, or its bytes were read, as by torch.save()"
         " or safetensors: what is written is empty, as with DeepSpeed alone, and no loader takes it for weights. For"
         " weights, call zerosync.export(directory) or zerosync.full_weights() on all ranks, save the state_dict()"
-        " inside 'with zerosync.full_parameters():', or give save_pretrained() a state_dict ="
-        " accelerator.get_state_dict(model)."
-        f" ({HANDLE}.)",
+        " inside 'with zerosync.full_parameters():', or give save_pretrained()"
+        f" state_dict=accelerator.get_state_dict(model). ({HANDLE}.)",
         stacklevel=4,
     )
