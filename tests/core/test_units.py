@@ -211,28 +211,6 @@ def test_a_rank_has_two_units_at_most(outer: Callable[..., Any]) -> None:
         assert first <= 2 * size and others == [2 * size] * 3
 
 
-def test_a_backward_that_begins_inside_of_a_unit() -> None:
-    """It finds no values, and says so; where they are held, it does."""
-
-    def run() -> None:
-        for options in ({}, {"param_memory_budget": "all"}, {"unit_modules": ["Embedding"]}):
-            engine = make_engine(net := Net(), sgd(net), 3, SHARDED | LEAVES)
-            attach(engine, **options)
-            inside: list[torch.Tensor] = []
-            net.blocks[0].narrow.register_forward_hook(lambda _, args, output, inside=inside: inside.append(output))
-            engine(words(0, rank()), (0, 3), False)
-            if options:
-                engine.backward(inside[0].square().mean())
-            else:
-                with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace.*unit_modules"):
-                    engine.backward(inside[0].square().mean())
-            engine.backward(engine(words(1, rank()), (0, 3), False))
-            engine.step()
-            engine.destroy()
-
-    run_ranks(run)
-
-
 def test_what_comes_otherwise_than_before() -> None:
     """What was gathered ahead of what does not come, or of another order, does not stay."""
 

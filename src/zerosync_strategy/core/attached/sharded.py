@@ -28,9 +28,10 @@ from zerosync_strategy.core.report import size_text
 
 _MODIFIED = "modified by an inplace operation"  # torch's error for a saved tensor
 _BEGINS_INSIDE = (
-    "If the program modified nothing: under ZeRO-3, a backward whose loss does not come from a unit's outputs, but from"
-    " tensors inside of it that a hook or the module has kept, finds the unit's parameters resharded. Choose smaller"
-    " units (unit_modules), or hold the parameters (param_memory_budget='all')."
+    "If the program modified nothing: under ZeRO-3, this backward came to a unit by none of its outputs, but by what"
+    " the module, a cache or a hook had kept, as no backward of the first steps did, and found the unit's parameters"
+    " resharded. Hold the parameters (param_memory_budget='all'), or make units of the modules whose outputs are kept"
+    " (unit_modules)."
 )
 
 

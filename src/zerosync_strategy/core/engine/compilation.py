@@ -34,6 +34,11 @@ def keep_out_of_graphs(method: Any) -> None:
     set_code_exec_strategy(method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
+def is_compiled(root: torch.nn.Module) -> bool:
+    """Return whether ``root`` or a module inside it is compiled."""
+    return any(vars(module).get("_compiled_call_impl") is not None for module in root.modules())
+
+
 @functools.cache
 def passive_parameters() -> type:
     """Return a subclass of ZeRO-3's dictionary of parameters that gathers nothing when it is read."""

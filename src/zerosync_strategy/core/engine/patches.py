@@ -84,6 +84,9 @@ STEP_GATHER = Patch(_STAGE12, "all_gather_dp_groups", "on stages 1 and 2, a step
                     stays="it lasts as long as a step")
 SHARD_GATHER = Patch(_PARTITION, "_dist_allgather_fn", "DeepSpeed's own gathers send each byte once",
                      stays="it lasts as long as a gather")
+SAVED_TENSORS = Patch("torch.autograd.graph", "disable_saved_tensors_hooks",
+                      "transforms of torch.func, which refuse hooks on saved tensors, run beside ours",
+                      stays="it lasts as long as a unit's forward")
 SCHEDULE = Patch("deepspeed.compile.backend", "remaining_schedule", "DeepCompile runs one more pass",
                  stays="compiled graphs stay")
 ACCELERATOR = Patch("deepspeed.accelerator", "set_accelerator()", "prepare_cpu() has chosen the CPU",

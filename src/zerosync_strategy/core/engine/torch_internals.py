@@ -20,13 +20,16 @@ TRAINING = (
         _are_functorch_transforms_active _DisableFuncTorch _len_torch_dispatch_stack
     """),
     *rows("training", "torch._C", "_host_emptyCache _cuda_getCurrentRawStream", optional=True),  # in builds for a GPU
-    *rows("training", "torch._C._autograd", "_unsafe_set_version_counter"),
+    *rows("training", "torch._C._autograd", """
+        _unsafe_set_version_counter _get_sequence_nr _saved_tensors_hooks_is_enabled _top_saved_tensors_default_hooks
+        _push_saved_tensors_default_hooks _pop_saved_tensors_default_hooks
+    """),
     *rows("training", "torch._C._nn", "+linear"),
-    *rows("training", "torch._C._FunctionBase", "_set_sequence_nr"),
+    *rows("training", "torch._C._FunctionBase", "_set_sequence_nr _sequence_nr"),
     *rows("training", "torch", "_chunk_cat _foreach_copy_"),
     *rows("training", "torch.autograd", "_profiler_enabled"),
     *rows("training", "torch.autograd.Variable", "_execution_engine"),
-    *rows("training", "torch.Tensor", "_version _is_view _backward_hooks _post_accumulate_grad_hooks"),
+    *rows("training", "torch.Tensor", "_version _is_view _base _backward_hooks _post_accumulate_grad_hooks"),
     *rows("training", "torch.UntypedStorage", "_cdata"),
     *rows("training", "torch._C._functorch", "+is_functorch_wrapped_tensor"),
     *rows("training", "torch.utils._pytree", "+tree_map +tree_leaves"),

@@ -5,8 +5,9 @@ when                           what happens to a unit
 =============================  =======================================================================================
 its forward begins             it is gathered, if it is sharded; the next units are gathered ahead
 its forward ends               it is resharded, but not in a backward, which is about to reach the recomputed call
-a backward reaches a call      when the backward reaches one of its outputs, it is gathered, and the next ahead; units
-                               whose calls began after this call had ended are resharded: the backward has left them
+a backward reaches a call      when the backward reaches one of its outputs, or what hooks on saved tensors see first
+                               (``saved_tensors.py``), it is gathered, and the next ahead; units whose calls began
+                               after this call had ended are resharded: the backward has left them
 the backward ends              the remaining units are resharded
 =============================  =======================================================================================
 
@@ -16,8 +17,8 @@ the next forward.
 
 The backward hooks are on output tensors, so the graph has no additional nodes. Units stay until another backward has
 ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors with which their backward
-begins, or if their forward runs under a transform of torch.func. A unit that is held until the step waits for its runs,
-once (``cache.py``).
+begins, if others may have left beside the outputs, or if their forward runs under a transform of torch.func. A unit
+that is held until the step waits for its runs, once (``cache.py``).
 
 The units gathered ahead are those that followed in earlier passes (``unit_order.py``), so they agree on all ranks.
 """
@@ -25,6 +26,7 @@ The units gathered ahead are those that followed in earlier passes (``unit_order
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, settle
+from zerosync_strategy.core.engine.saved_tensors import SavedTensorHooks, hookable, hooked, last_node, nodes_made
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -44,12 +47,30 @@ _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch
 """Types in the output of a unit that cannot hide a tensor."""
 
 
-class Call(NamedTuple):
-    """A running forward of a unit, with the parameters of other units that it has read (``values.py``)."""
+class Call:
+    """A forward of a unit.
 
-    unit: Unit
-    number: int
-    reads: dict[Any, Any]
+    Attributes:
+        number: of all calls, this began as the ``number``-th.
+        ended: how many had begun at its end; ``None`` while it runs.
+        reads: the parameters of other units that it has read (``values.py``).
+        nodes: how many nodes graphs had before.
+        hooks: on what it saves, until its end.
+    """
+
+    __slots__ = ("ended", "hooks", "nodes", "number", "reads", "unit")
+
+    def __init__(self, unit: Unit, number: int) -> None:
+        self.unit, self.number, self.nodes = unit, number, nodes_made()
+        self.ended: int | None = None
+        self.reads: dict[Any, Any] = {}
+        self.hooks: ExitStack | None = None
+
+    def end(self, count: int) -> None:
+        self.unit.end()
+        self.ended = count
+        if self.hooks is not None:
+            self.hooks.close()
 
 
 class Stay(NamedTuple):
@@ -76,6 +97,7 @@ class UnitHooks:
         self._expected: dict[Unit, Stay] = {}  # units that no forward or backward uses now
         self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has reached, or will (``END``)
         self._calls: list[Call] = []  # the running ones
+        self.saved_tensors = SavedTensorHooks(engine.module)
         self._count = 0  # calls that have begun, also in backwards
         self._kept: dict[Unit, None] = {}  # a graph may need these at any time, until a backward has ended
         self._opened, self._closes = 0, INFINITE  # backwards before this window; at its end, as expected
@@ -111,9 +133,10 @@ class UnitHooks:
             self._scheduler.compare_aborted()
             if self._tasks:  # left by backwards that have raised
                 self._leave_tasks()
+            self.saved_tensors.forward_begins()
         unit.begin()
         self._count += 1
-        self._calls.append(Call(unit, self._count, {}))
+        self._calls.append(call := Call(unit, self._count))
         if not self._cache.plan.holds_all:
             self._scheduler.order.begins(unit)
         if unit.held is not None or self._cache.infers:
@@ -122,21 +145,23 @@ class UnitHooks:
             if len(self._calls) == 1 and not in_backward() and self._forwards.begins_again(unit):
                 self._over(self._forwards)
             self._fetch(unit)
+            if self.saved_tensors.is_used and torch.is_grad_enabled() and not in_backward():
+                call.hooks = hooked(partial(self._unpacks, call))
 
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended its forward
-        number, repeats = self._calls.pop().number, in_backward()
-        unit.end()
+        call, repeats = self._calls.pop(), in_backward()
+        call.end(self._count)
         self._scheduler.order.ends(unit)
         if unit.held is not None or self._cache.infers:
             self._cache.used(unit)
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
                 for leaf in _leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                        leaf.register_hook(partial(self._backward_passes, unit))
+                        hookable(leaf).register_hook(partial(self._backward_passes, unit))
         elif unit.params:
-            expects = torch.is_grad_enabled() and self._expect_backward(unit, number, output)
+            expects = torch.is_grad_enabled() and self._expect_backward(call, output)
             if not repeats:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
@@ -147,32 +172,43 @@ class UnitHooks:
         if module is self._root and not unit.runs and not repeats:
             self._over(self._forwards)
 
-    def _expect_backward(self, unit: Unit, number: int, output: Any) -> bool:
+    def _expect_backward(self, call: Call, output: Any) -> bool:
         """Register :meth:`_backward_comes` on the outputs; return whether a backward can reach them."""
-        task, finds = torch._C._current_graph_task_id(), False
+        unit, task = call.unit, torch._C._current_graph_task_id()
         leaves = _leaves(output)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                finds = True
-                if leaf.grad_fn is None or torch._C._are_functorch_transforms_active():
-                    self._kept[unit] = None  # a hook on a leaf would stay there
-                    continue
-                leaf.register_hook(partial(self._backward_comes, unit, number, self._count))
-        if finds and task != -1 and task not in unit.tasks:
+        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if call.hooks is None and task == -1 and max(call.nodes, last_node(found) + 1) < nodes_made():
+            self.saved_tensors.need()  # what was made after the outputs may have left beside them
+            self._kept[unit] = None
+        for leaf in found:
+            if leaf.grad_fn is None or torch._C._are_functorch_transforms_active():
+                self._kept[unit] = None  # a hook on a leaf would stay there
+            else:
+                hookable(leaf).register_hook(partial(self._backward_comes, call))
+        if found and task != -1 and task not in unit.tasks:
             self._enter(task, unit, END)
         if (
-            not finds
+            not found
             and task not in unit.tasks
             and _hides(leaves)
             and any(param.requires_grad for param in unit.params)
         ):
             self._kept[unit] = None
-        return finds
+        return bool(found)
 
     # ---- backwards -----------------------------------------------------------------------------------------------
 
-    def _backward_comes(self, unit: Unit, number: int, ended: int, grad: Any) -> None:
-        """Gather ``unit``: a backward has reached its call ``number``, at whose end ``ended`` calls had begun."""
+    def _unpacks(self, call: Call) -> None:
+        """Gather the unit of ``call`` if a backward needs what the call has saved before it comes to an output."""
+        if call.ended is None or not in_backward():
+            return
+        if self._tasks.get(torch._C._current_graph_task_id(), {}).get(call.unit) != call.number:
+            self.saved_tensors.need()
+        self._backward_comes(call, None)
+
+    def _backward_comes(self, call: Call, grad: Any) -> None:
+        """Gather the unit of ``call``, which a backward has reached."""
+        unit, number, ended = call.unit, call.number, call.ended or 0
         task = torch._C._current_graph_task_id()
         entered = self._tasks.get(task, {})
         if entered.get(unit) == number and zero3.all_gathered(unit.params):
@@ -327,7 +363,7 @@ class UnitHooks:
     def recover(self) -> None:
         """After an exception, end all running calls, too."""
         while self._calls:
-            self._calls.pop().unit.end()
+            self._calls.pop().end(self._count)
         self.let_go()
 
 

@@ -62,6 +62,7 @@ class ParameterValues:
 
     def written(self, by_step: bool) -> None:
         self._steps += by_step
+        self._hooks.saved_tensors.stepped(self._steps)
         self._in_shards = frozenset()
         if by_step and self._steps == WATCHED_STEPS:
             self._ask_device()
