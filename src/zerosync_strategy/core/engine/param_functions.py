@@ -12,6 +12,7 @@ import torch
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches, zero3
 from zerosync_strategy.core.engine.parameter import Record, free, returned
 from zerosync_strategy.core.engine.parameter_states import Claim
+from zerosync_strategy.core.engine.saved_tensors import nodes_made
 from zerosync_strategy.core.engine.torch_internals import is_plain, plain_torch
 
 _STOCK = "_zerosync_stock_functions"
@@ -160,6 +161,7 @@ def _enter(stock: Callable[[Any], None], context: Any) -> None:
         stock(context)
     for record in records:
         record.claim(Claim.CONTEXT)
+    context._zerosync_nodes = nodes_made()
 
 
 def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
@@ -168,7 +170,10 @@ def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
         with _broadcastable(context.params if writes else ()):
             return stock(context, *error)
     finally:
+        differentiates = nodes_made() > context._zerosync_nodes  # a backward may bring gradients after the context
         for record in _records(context.params if context.enabled else ()):
+            if differentiates and record.values is not None:
+                record.values.expect_gradient(record.param)
             record.drop(Claim.CONTEXT)
 
 

@@ -8,9 +8,11 @@ what a program does                  what happens
 ===================================  ==================================================================================
 asks for a shape                     it gets the full shape
 asks for a gradient, a device, ...   DeepSpeed's sharded parameter answers
+differentiates by it                 also by what it has read of it; gradients of all uses add up at the parameter
 reads (``p.norm()``, ``p * 2``)      the values are gathered for this operation; gradients go to the parameter
 writes (``p.mul_(2)``, ``init``)     the values are gathered, changed, and written back to this rank's shard
-``p.data``, ``p.detach()``           an :class:`Alias`, which acts in the same way
+``p.data``, ``p.detach()``           an :class:`Alias`, which acts in the same way; once it requires a gradient of its
+                                     own, it is an :class:`Unsharded` leaf
 takes a view (``p.data[0]``)         an :class:`Unsharded` tensor with the present values; writes are written back
 ``module.state_dict()``              an :class:`Entry` for each parameter, which one rank alone may copy and save
 ===================================  ==================================================================================
@@ -38,6 +40,7 @@ from zerosync_strategy.core.params.tensor_functions import (
     OF_A_LEAF,
     OF_THE_OBJECT,
     OF_THE_SHAPE,
+    REQUIRE_GRADIENT,
     SET_DATA,
 )  # fmt: skip
 from zerosync_strategy.core.params.values import REMEDY, Memory, ParameterValues
@@ -82,6 +85,12 @@ class Alias(_Sharded, torch.Tensor):
     """Another tensor for a sharded parameter: ``p.data`` and ``p.detach()``, without its gradient; ``p.view_as(p)``."""
 
     zerosync_param: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if cls is Alias and func in REQUIRE_GRADIENT and _is_given_gradients(*args, **(kwargs or {})):
+            _take_values(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"values of: {self.zerosync_param!r}"
@@ -186,7 +195,8 @@ def _values_of(tensor: Any) -> ParameterValues:
 
 
 def _differentiate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a function that looks up tensors in a graph, with their own classes."""
+    """Run a function that looks up tensors in a graph, with their own classes: what was read is the parameter there."""
+    args, kwargs = tree_map(lambda each: each.zerosync_memory.param if type(each) is Read else each, (args, kwargs))
     given = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, _Intercepted)}
     classes: list[tuple[Any, type]] = [(each, type(each)) for each in given.values()]
     for each, cls in classes:
@@ -260,6 +270,7 @@ class _Operation:
             self._used.append(record_of(param))
             self._used[-1].use()
             return given, memory
+        values.expect_gradient(param)  # perhaps it is computed here, inside of an autograd.Function
         return memory.for_use() if given.requires_grad else memory.full, memory
 
     def settle(self) -> None:
@@ -288,6 +299,20 @@ def _alias(tensor: Any, alias: torch.Tensor) -> Any:
     alias.__class__ = Alias
     alias.zerosync_param = _param_of(tensor)  # type: ignore[attr-defined]
     return alias
+
+
+def _is_given_gradients(alias: Any, requires_grad: bool = True) -> bool:
+    return requires_grad and not alias.requires_grad
+
+
+def _take_values(alias: Any) -> None:
+    """Make ``alias`` an :class:`Unsharded` tensor, to be differentiated by."""
+    values, param = _values_of(alias), _param_of(alias)
+    memory = values.memory(param)
+    values.expect_gradient(param)
+    with zero3.as_it_is():
+        alias.data = memory.full
+    unsharded(alias, memory)
 
 
 def _detach(tensor: Any) -> Any:

@@ -37,5 +37,6 @@ OF_THE_BYTES = _functions_of(_BYTES)
 OF_THE_OBJECT = _functions_of(f"{_OBJECT} {_BYTES} record_stream detach_") | {
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference),
 }
+REQUIRE_GRADIENT = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 # ... and that go to the parameter if autograd has computed the tensor with its values.
 OF_A_LEAF = {*_functions_of("requires_grad requires_grad_ grad _grad is_leaf grad_fn _grad_fn"), SET_DATA}

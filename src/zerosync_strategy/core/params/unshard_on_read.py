@@ -163,6 +163,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
         if (
             module._zerosync_runs
             and name in module._zerosync_placeholders
+            and name in module._parameters  # it is registered anew by what removes a parametrization
             and (param := module._parameters[name]).numel() > 0
         ):
             return param

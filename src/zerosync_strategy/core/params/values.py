@@ -144,7 +144,7 @@ class ParameterValues:
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
                 stays = zero3.is_gathered(param) and not record.is_in_own_memory  # that memory may be freed
                 full = param.data if stays else self.scheduler.unshard(param)
-            found = reads[param] = Memory(self, param, full)
+            found = reads[param] = Memory(self, param, full.data)  # no view: a program may write what has gradients
             while sum(map(zero3.full_numel, reads)) > self.scheduler.prefetched_numel:
                 del reads[next(iter(reads))]
         return found
@@ -277,5 +277,6 @@ class Memory:
 
     def write_back(self) -> None:
         """Write the values, which an operation has changed, to the parameter."""
+        self.full = self.full.data  # without a graph, if what was written has one
         self._values.write_back(self.param, self.full)
         self.date = self._values.date(self.param)
