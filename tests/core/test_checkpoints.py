@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 from tests.harness import checkpoints
 from tests.harness.checkpoints import die_in_file, die_instead, shard
@@ -195,6 +196,27 @@ def test_what_deepspeed_cannot_load_is_an_error_of_all(tmp_path: Path) -> None:
 
     assert run_ranks(run) == [0.0] * 2
     run_ranks(alone, world_size=1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_module_alone(stage: int, tmp_path: Path) -> None:
+    """Its weights are those that were saved; moments and counters stay, and training goes on from there."""
+
+    def run() -> float:
+        attach(engine := make_engine(stage))
+        train(engine, range(2))
+        engine.save_checkpoint(tmp_path)
+        saved = full_parameters(engine.module)
+        train(engine, range(2, 3))
+        steps = engine.global_steps
+        path, _ = engine.load_checkpoint(tmp_path, load_module_only=True)
+        assert path and engine.global_steps == steps and distance(full_parameters(engine.module), saved) == 0.0
+        for name, param in engine.module.named_parameters():
+            assert distance({name: safe_get_full_fp32_param(param)}, {name: saved[name]}) == 0.0
+        train(engine, range(3, 4))
+        return float(distance(full_parameters(engine.module), saved) > 0.0)
+
+    assert run_ranks(run) == [1.0] * 2
 
 
 def test_the_file_latest(tmp_path: Path) -> None:

@@ -58,9 +58,7 @@ def client_state(attached: AttachedEngine) -> dict[str, Any]:
 
 
 @contextmanager
-def loading(
-    attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool, module_only: bool
-) -> Iterator[str | None]:
+def loading(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> Iterator[str | None]:
     """Around ``load_checkpoint``; yields the tag to load."""
     engine = attached.parts.engine
     if checkpoint_files.loads_universal(engine) and attached.parts.reducer.shards.over_groups:
@@ -76,7 +74,7 @@ def loading(
             " without 'offload_param' on NVMe, 'zero_quantized_weights', 'zero_quantized_nontrainable_weights' and"
             " 'zero_hpz_partition_size', or load the checkpoint that save_checkpoint() wrote, on as many ranks."
         )
-    source = source_of(attached, path, tag, optimizer_states, module_only)
+    source = source_of(attached, path, tag, optimizer_states)
     what = f"read the checkpoint in {path}"
     with attached.activity(f"the attempt to {what}"):
         tag = verify(source)
@@ -108,13 +106,11 @@ def loading(
         together(what, loaded, lambda: "" if any(isinstance(each, NothingReplaced) for each in failed) else HALF_LOADED)
 
 
-def source_of(
-    attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool, module_only: bool = False
-) -> Source:
+def source_of(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> Source:
     """Return what ``load_checkpoint`` with these arguments has to verify."""
     engine = attached.parts.engine
     is_universal = checkpoint_files.loads_universal(engine)
-    weights_in_shards = zero.stage(engine) == 3 and not module_only
+    weights_in_shards = zero.stage(engine) == 3
     other_ranks = _remedy_for_other_ranks(attached)
     return Source(
         Path(path), None if tag is None else str(tag), attached.parts.config.checkpoint_checksums,

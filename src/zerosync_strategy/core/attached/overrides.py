@@ -108,8 +108,10 @@ class EngineOverrides(ModeOverrides):
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         states = load_optimizer_states and not load_module_only
+        if zero.stage(self) == 3:  # DeepSpeed would return without the weights, which it has with the states alone
+            load_optimizer_states = states
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        with checkpointing.loading(self._zerosync_attached, load_dir, tag, states, load_module_only) as tag:
+        with checkpointing.loading(self._zerosync_attached, load_dir, tag, states) as tag:
             loaded = super().load_checkpoint(load_dir, tag, *options, *args, **kwargs)
             if loaded[0] is not None:
                 checkpointing.restore_universal(
