@@ -38,6 +38,7 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
     engine = attached.parts.engine
     if engine.global_rank == 0:
         attached.parts.window.warn_if_open("save_checkpoint() was called")
+    attached.guard_states()
     attached.weights.before_save()
     with attached.weights.as_they_are():
         attached.weights.adopt_edits()  # a resumed run starts from the master weights

@@ -40,6 +40,7 @@ from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.edits import MasterWeights
 from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
+from zerosync_strategy.core.optimizer.guarded import guard_states, unguard_states
 from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients, PendingGradients
 from zerosync_strategy.core.optimizer.stepper import Stepper
@@ -138,6 +139,8 @@ class AttachedEngine:
                 target._zerosync_attached = self
                 interpose(target, layer)
                 undo(_restore, target, layer)
+            undo(unguard_states, zero.stepping_optimizer(engine))
+            self.guard_states()
             self.fragments_linked()
             undo(fragments.release, parts.reducer.params)
             parts.reducer.attach(lambda gradient: partial(parts.window.added, gradient))
@@ -148,6 +151,10 @@ class AttachedEngine:
             AttachedEngine.all.add(self)
             undo(AttachedEngine.all.discard, self)
             self._undo = stack.pop_all()
+
+    def guard_states(self) -> None:
+        """Make a use of the optimizer's states by parameter an error (N1)."""
+        guard_states(zero.stepping_optimizer(self.parts.engine), self.parts.names)
 
     def fragments_linked(self) -> None:
         """Wrap the functions behind ``safe_get_...`` again, after DeepSpeed has replaced them."""
@@ -224,6 +231,7 @@ class AttachedEngine:
     def step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
         parameters, weights, window = self.parameters, self.weights, self.parts.window
+        self.guard_states()
         with self.activity(Doing.STEP), weights.as_they_are():
             if window.state is not WindowState.CLOSED:
                 self.guards.check_every_gradient()
@@ -257,6 +265,7 @@ class AttachedEngine:
 
     def states_loaded(self) -> None:
         self.stepper.mode = ""
+        self.guard_states()
         self.weights.written(by_step=False)
 
     # ---- other calls of a program --------------------------------------------------------------------------------

@@ -163,6 +163,10 @@ class OptimizerOverrides(Stock):
         self._zerosync_attached.zero_grad()
         super().zero_grad(*args, **kwargs)
 
+    @property
+    def param_groups(self) -> Any:
+        return self._zerosync_attached.pending.groups(super().param_groups)
+
     def add_param_group(self, param_group: Any) -> None:
         """Raises, because DeepSpeed would never step it."""
         self._zerosync_attached.guards.refuse_param_group()

@@ -9,7 +9,7 @@ and receives gradients by the hooks that DeepSpeed sets on each of them.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,16 +105,39 @@ class _ParamGroupsOverrides(Stock):
 
     @property
     def param_groups(self) -> list[Any]:
-        stock: list[dict[str, Any]] = super().param_groups
-        return [_Group(group, params) for group, params in zip(stock, self._zerosync_groups, strict=True)]
+        return groups_of(super().param_groups, self._zerosync_groups)
+
+
+def groups_of(
+    groups: Sequence[Any], params: Sequence[Sequence[nn.Parameter]], read: Callable[[], object] = lambda: None
+) -> list[Any]:
+    """Return DeepSpeed's ``groups`` with the module's ``params``, by group; ``read`` is called when these are read."""
+    return [_Group(group, of_group, read) for group, of_group in zip(groups, params, strict=True)]
+
+
+def shows_parameters(groups: Sequence[Any]) -> bool:
+    """Return whether ``groups`` are those of :func:`groups_of`."""
+    return bool(groups) and isinstance(groups[0], _Group)
 
 
 class _Group(UserDict[str, Any]):
     """One of DeepSpeed's parameter groups, with other ``params``; all else is read from and written to the group."""
 
-    def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter], read: Callable[[], object]) -> None:
         self.data = group
-        self._params = params
+        self._params, self._read = params, read
 
     def __getitem__(self, key: str) -> Any:
-        return self._params if key == "params" else super().__getitem__(key)
+        if key != "params":
+            return super().__getitem__(key)
+        self._read()
+        return self._params
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise ValueError(
+                "param_groups[...]['params'] was to be replaced, but a DeepSpeed engine lays out what it trains when it"
+                " is built. Give the optimizer all parameters before that, and freeze after it those that are to train"
+                " later."
+            )
+        super().__setitem__(key, value)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import zero, zero3, zero12
+from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer, zero12
+from zerosync_strategy.core.engine.several import groups_of, shows_parameters
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.placement import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
@@ -38,6 +39,21 @@ class PendingGradients:
         self._activity, self._apart = activity, apart
         self._configured_clip_norm: float | None = None  # while another clip norm is in force
         self._are_shown = False  # in full_gradients(): the step uses the gradients on the parameters
+
+    def groups(self, stock: Any) -> Any:
+        """Return DeepSpeed's parameter groups with the module's parameters; to use a gradient that has gone raises."""
+        return stock if shows_parameters(stock) else groups_of(stock, self._groups, self._groups_are_read)
+
+    @functools.cached_property
+    def _groups(self) -> list[list[Any]]:
+        optimizer = self._engine.optimizer
+        if zero.stage(self._engine) == 3:
+            return zero3_optimizer.torch_groups(optimizer)
+        return [zero12.params_in_order(optimizer, index) for index, _ in enumerate(optimizer.optimizer.param_groups)]
+
+    def _groups_are_read(self) -> None:
+        if self._window.has_reduced and not self._are_shown:
+            self._window.changes.mark()
 
     def reduce(self) -> None:
         with self._activity(Doing.REDUCTION):
