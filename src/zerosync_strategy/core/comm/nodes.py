@@ -153,12 +153,12 @@ class Nodes:
         It is called in the same order on all ranks, before a backward would have to wait for it.
         """
         if self._within is None and is_native(self.process_group, device):
-            self._within = self._new_group([self.rank(self.node, place) for place in range(self.size)])
-            self._between = self._new_group([self.rank(node, self.place) for node in range(self.count)])
+            self._within = self._new_group([self.rank(self.node, place) for place in range(self.size)], device)
+            self._between = self._new_group([self.rank(node, self.place) for node in range(self.count)], device)
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
+    def _new_group(self, ranks: Sequence[int], device: torch.device) -> Any:
         everyone = dist.get_process_group_ranks(self.process_group)
-        return new_group([everyone[rank] for rank in ranks], self.process_group)
+        return new_group([everyone[rank] for rank in ranks], self.process_group, device)
 
     def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:
         """Return those of ``rows``, one per rank of the process group, that are for ranks with this rank's place."""
