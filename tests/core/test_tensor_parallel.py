@@ -179,6 +179,7 @@ def test_by_autotp(stage: int, world_size: int, tmp_path: Path) -> None:
     assert max(run_ranks(run, world_size=world_size)) < ROUNDED
 
 
+@pytest.mark.off_device("its communicator takes no call of a rank that is not in the group")
 def test_a_programs_own_collectives() -> None:
     """Over groups with any ranks, also where no launcher says the nodes; a rank that is in none may call them."""
 
