@@ -329,6 +329,21 @@ def test_ranks_that_wait_for_others_ask_the_store_no_more_often() -> None:
         assert requests <= 6
 
 
+def test_aborted_windows_are_compared_whatever_other_engines_a_rank_has() -> None:
+    def run() -> None:
+        start()
+        alone = [dist.new_group([index]) for index in range(2)]
+        if rank() == 1:
+            BegunCollectives([alone[1]])
+        begun = BegunCollectives([dist.group.WORLD])
+        engines.expect_timeout()
+        begun.expect()
+        begun.abort()
+        begun.compare_aborted()
+
+    run_ranks(run)
+
+
 class Chooses(nn.Module):
     """After the first layer, one or the other."""
 

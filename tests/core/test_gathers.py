@@ -181,6 +181,6 @@ def test_groups_that_are_made_have_the_timeout_of_the_user() -> None:
 
     def known() -> timedelta:
         engines.start(timedelta(seconds=77))
-        return timeout_of(new_group([0, 1], dist.new_group([0, 1])))
+        return timeout_of(new_group([0, 1], dist.new_group([0, 1]), torch.device("cpu")))
 
     assert run_ranks(known) == [timedelta(seconds=77)] * 2

@@ -1,6 +1,7 @@
 """Exchanges in two levels, within nodes and between them: each byte crosses between two nodes once."""
 
 import os
+import time
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ from torch import nn
 
 from tests.core.test_random_programs import failures
 from tests.harness.data import noise
-from tests.harness.engines import make_engine, rank, start
+from tests.harness.engines import expect_timeout, make_engine, rank, start
 from tests.harness.masters import Masters
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import KEPT_ON_DEVICES, SIMULATED, run_ranks
@@ -472,3 +473,29 @@ def test_groups_of_nodes_are_made_by_their_own_ranks_alone() -> None:
 
     *of_nodes, other = run_ranks(run, world_size=5)
     assert of_nodes == [[None, None, torch.device("cpu", 0)]] * 4 and other == [torch.device("cpu", 0)]
+
+
+@pytest.mark.parametrize("sharing", ["per_group", pytest.param("own_communicator", marks=pytest.mark.extended)])
+def test_ranks_that_know_different_groups_attach_again_and_again(sharing: str) -> None:
+    """Groups that are made have one name on all their ranks, and never one that was used before."""
+
+    def run() -> float:
+        start()
+        dist.new_group([0])
+        with strict():
+            module, plain = layers(), layers()
+            engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), 3)
+            oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 4)
+            expect_timeout()
+            for k in range(3):
+                if rank() == 0:
+                    time.sleep(0.5)  # the others look for it where it was
+                zerosync = attach(engine, node_size=2, grad_memory_budget=NODE, unshard_streams=sharing)
+                engine.backward(engine(inputs(k, rank())).square().mean())
+                oracle.backward(lambda r, k=k: plain(inputs(k, r)).square().mean())
+                engine.step()
+                oracle.step()
+                zerosync.detach()
+            return distance(full_parameters(module), full_parameters(plain))
+
+    assert run_ranks(run, world_size=4) == [0.0] * 4

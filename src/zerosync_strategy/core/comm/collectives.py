@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -248,6 +249,12 @@ def largest(words: Sequence[int], process_group: Any) -> list[int]:
     return found.tolist()
 
 
+def new_name(process_group: Any) -> str:
+    """Return a name that no other has, the same on all ranks of ``process_group``, whatever each did before."""
+    (number,) = largest([secrets.randbits(62)], process_group)
+    return f"{number:x}"
+
+
 def gather_words(words: Sequence[int], process_group: Any) -> list[list[int]]:
     """Return the ``words`` of 64 bits, as many on every rank, of all ranks of ``process_group``."""
     own = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
@@ -284,19 +291,27 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
             set_timeout(of_users, process_group)
 
 
-def new_group(ranks: Sequence[int], like: Any, first_on: torch.device | None = None) -> Any:
-    """Make a process group of these global ranks with the timeout of the group ``like``. Collective among them alone.
+def new_group(ranks: Sequence[int], like: Any, device: torch.device, is_first: bool = False) -> Any:
+    """Make a process group of these global ranks for tensors on ``device``, with the timeout of the group ``like``.
 
-    ``first_on``: the device on which NCCL runs its kernels before those of other groups; ``None``: on none.
+    Collective among all ranks of ``like``; the groups of one call are disjoint. ``is_first``: NCCL runs its kernels
+    before those of other groups.
     """
     share_timeout([like])
+    backend = like._get_backend(device).name()  # alone: one for the CPU would connect all pairs of ranks
     options = None
-    if first_on is not None and like._get_backend(first_on).name() == "nccl":
+    if is_first and backend == "nccl":
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout_of(like)
+    # Torch's names are made of the number of groups that a rank knows: others may know more, and after groups were
+    # destroyed a name comes again, under which the store has addresses of the old one.
+    name = f"zerosync/{ranks[0]}/{new_name(like)}"
     # With a bound device, torch would split the default group's communicator, which needs a call on all its ranks.
-    with replaced(dist.group.WORLD, "bound_device_id", None):
-        return dist.new_group(list(ranks), timeout_of(like), pg_options=options, use_local_synchronization=True)
+    with (
+        replaced(dist.group.WORLD, "bound_device_id", None),
+        replaced(dist.distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name),
+    ):
+        return dist.new_group(list(ranks), timeout_of(like), backend, options, use_local_synchronization=True)
 
 
 Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]

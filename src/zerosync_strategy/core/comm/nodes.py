@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -76,15 +76,17 @@ class Topology:
                     " number of ranks on each node; where nodes have different numbers of them, leave it out, and"
                     " exchanges have one level."
                 )
-            self._node_of: dict[int, Any] = {rank: rank // size for rank in ranks}
+            self._node_of: Callable[[int], Any] = lambda rank: rank // size
             return
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
         found = gather_words([local, *loopback()], process_group)
         said = {words[0] for words in found}
         if said == {0}:
-            self._node_of = {rank: tuple(words) for rank, words in zip(ranks, found, strict=True)}
+            nodes = {rank: tuple(words) for rank, words in zip(ranks, found, strict=True)}
+            # A program's collectives may be with others, as those of tensor parallelism, which is within a node.
+            self._node_of = lambda rank: nodes.get(rank, nodes[dist.get_rank()])
         else:
-            self._node_of = {rank: rank // local if said == {local} else 0 for rank in ranks}
+            self._node_of = lambda rank: rank // local if said == {local} else 0
 
     def of(self, process_group: Any) -> Nodes | None:
         """Return the nodes of ``process_group``, always the same object; ``None`` if an exchange has one level.
@@ -115,9 +117,9 @@ class Topology:
             distinct: each rank receives different bytes, so that ranks of one node share none.
         """
         if to is not None:
-            return 0 if self._node_of[to] == self._node_of[dist.get_rank()] else nbytes
+            return 0 if self._node_of(to) == self._node_of(dist.get_rank()) else nbytes
         if process_group not in self._counts:
-            sizes = Counter(self._node_of[rank] for rank in dist.get_process_group_ranks(process_group))
+            sizes = Counter(map(self._node_of, dist.get_process_group_ranks(process_group)))
             ranks = sizes.total()
             pairs = ranks**2 - sum(size**2 for size in sizes.values())  # of ranks on two nodes
             self._counts[process_group] = len(sizes), ranks, pairs
@@ -128,7 +130,7 @@ class Topology:
 
     def _find(self, process_group: Any) -> Nodes | None:
         ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
-        nodes = [self._node_of[rank] for rank in ranks]
+        nodes = [self._node_of(rank) for rank in ranks]
         count = len(set(nodes))
         size = len(nodes) // count
         runs = [nodes[first : first + size] for first in range(0, len(nodes), size)]
@@ -153,12 +155,12 @@ class Nodes:
         It is called in the same order on all ranks, before a backward would have to wait for it.
         """
         if self._within is None and is_native(self.process_group, device):
-            self._within = self._new_group([self.rank(self.node, place) for place in range(self.size)])
-            self._between = self._new_group([self.rank(node, self.place) for node in range(self.count)])
+            self._within = self._new_group([self.rank(self.node, place) for place in range(self.size)], device)
+            self._between = self._new_group([self.rank(node, self.place) for node in range(self.count)], device)
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
+    def _new_group(self, ranks: Sequence[int], device: torch.device) -> Any:
         everyone = dist.get_process_group_ranks(self.process_group)
-        return new_group([everyone[rank] for rank in ranks], self.process_group)
+        return new_group([everyone[rank] for rank in ranks], self.process_group, device)
 
     def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:
         """Return those of ``rows``, one per rank of the process group, that are for ranks with this rank's place."""

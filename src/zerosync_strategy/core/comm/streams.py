@@ -17,7 +17,11 @@ import torch
 
 
 class Streams:
-    """The streams of one engine, made on the engine's device."""
+    """The streams of one engine, made on the engine's device.
+
+    Attributes:
+        has_graphs: the device may capture work into CUDA graphs.
+    """
 
     def __init__(self) -> None:
         from deepspeed.accelerator import get_accelerator
@@ -29,6 +33,7 @@ class Streams:
         on_cuda = self._reduction is not None and self._accelerator.device_name() == "cuda"
         self._device = self._accelerator.current_device() if on_cuda else None
         self._by_handle: dict[int, Any] = {}
+        self.has_graphs = on_cuda
 
     def _make_stream(self) -> Any:
         # High priority, because its kernels are short, and a collective of all ranks waits for them.
@@ -68,19 +73,19 @@ class Streams:
             if stream is not None and stream != caller:
                 caller.wait_stream(stream)
 
-    # ---- gradients -----------------------------------------------------------------------------------------------
+    def refuse_capture(self, what: str) -> None:
+        """Raise ``RuntimeError`` if ``what``, which begins, is captured into a CUDA graph.
 
-    def refuse_capture(self) -> None:
-        """Check that a backward that begins is not captured into a CUDA graph.
-
-        Raises:
-            RuntimeError: it is captured. The graph would replay neither events nor later work.
+        The graph would replay neither events nor later work, and read parameters of ZeRO-3 where they were.
         """
-        if self._reduction is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self.has_graphs and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "A backward under ZeroSync was captured into a CUDA graph. ZeRO's reductions are not part of a graph;"
-                " capture the forward alone, or train without CUDA graphs."
+                f"{what} under ZeroSync was captured into a CUDA graph. ZeRO's reductions are not part of a graph, and"
+                " parameters of ZeRO-3 have other memory in each step. On stages 1 and 2, capture the forward alone; on"
+                " stage 3, train without CUDA graphs."
             )
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
 
     def record_grad_ready(self, ready: dict[Any, Any], spare: dict[Any, Any]) -> None:
         """Record in ``ready``, by stream, with a ``spare`` event, that the current stream has completed a gradient."""

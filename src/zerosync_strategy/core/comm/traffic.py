@@ -252,6 +252,8 @@ def _counted(name: str, kind: _Kind) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         group = argument(args, kwargs, "group", kind.group_position)
         size = dist.get_world_size(group)
+        if size < 0:  # this rank is not in the group, and sends nothing
+            return getattr(super(_CountingBackend, self), name)(*args, **kwargs)
         payload = argument(args, kwargs, kind.payload, kind.position)
         tensors: Sequence[torch.Tensor] = [payload] if isinstance(payload, torch.Tensor) else payload
         native = is_native(group, tensors[0].device) if tensors else True

@@ -52,7 +52,10 @@ TRAINING = (
     """),
     *rows("communication", f"{_BINDINGS}.Backend", "_get_sequence_number_for_group"),
     *rows("communication", f"{_BINDINGS}.Backend.Options", "_timeout"),
-    *rows("communication", _C10D, "_get_default_timeout(backend) _get_default_group() _get_default_store() _world"),
+    *rows("communication", _C10D, """
+        _get_default_timeout(backend) _get_default_group() _get_default_store() _world
+        _process_group_name(ranks, use_hashed_name)
+    """),
     *rows("communication", _C10D, "_set_pg_timeout(timeout, group)", optional=True),  # or the public set_timeout
     *rows("communication", _BINDINGS, "_dump_fr_trace _dump_nccl_trace", optional=True),  # depends on the build
 )  # fmt: skip

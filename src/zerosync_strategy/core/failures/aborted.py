@@ -12,26 +12,22 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import timeout_of
+from zerosync_strategy.core.comm.collectives import new_name, timeout_of
 from zerosync_strategy.core.failures.errors import RankError
-
-_numbers = count()
 
 
 class BegunCollectives:
     """Counts the reductions and gathers that this rank begins in a window, for a comparison if the window is aborted.
 
-    All ranks make the same number of these objects in the same order.
+    Collective over each of the groups.
     """
 
     def __init__(self, process_groups: Iterable[Any]) -> None:
-        self._name = next(_numbers)
-        self._groups = list(dict.fromkeys(process_groups))
+        self._names = {group: new_name(group) for group in dict.fromkeys(process_groups)}
         self._expected = False  # a rank may have begun some in this window
         self._begun: Counter[Any] = Counter()  # by process group
         self._aborted: Counter[Any] | None = None  # counts of an aborted window, until they are compared
@@ -67,15 +63,14 @@ class BegunCollectives:
             return
         begun, self._aborted = self._aborted, None
         self._compared += 1
-        for group in self._groups:
-            _require_same(f"zerosync/aborted/{self._name}/{self._compared}", begun[group], group)
+        for group, name in self._names.items():
+            _require_same(f"zerosync/aborted/{name}/{self._compared}", begun[group], group)
 
 
-def _require_same(window: str, begun: int, process_group: Any) -> None:
+def _require_same(key: str, begun: int, process_group: Any) -> None:
     group: Any = process_group or dist.group.WORLD
     size, timeout = dist.get_world_size(group), timeout_of(group).total_seconds()
     store: Any = dist.distributed_c10d._get_default_store()
-    key = f"{window}/{group.group_name}"
     store.add(f"{key}/{begun}", 1)
     arrived = store.add(key, 1)
     if arrived == size:

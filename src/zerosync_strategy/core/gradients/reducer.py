@@ -99,7 +99,7 @@ class Reducer:
 
         Raises a ``RuntimeError`` if the backward is being captured into a CUDA graph.
         """
-        self.streams.refuse_capture()
+        self.streams.refuse_capture("A backward")
         zero.expect_backward(self.optimizer)
         if self._hooks is not None and self._hooks.run_last():
             self._late = ready

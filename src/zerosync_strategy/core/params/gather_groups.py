@@ -70,10 +70,10 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
         digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
         nodes = topology.of(group) if digest is not None else None
         is_nccl = backend_for(group, engine.device.type) == "nccl"
-        stream, ranks = made[place % len(made)], str(dist.get_process_group_ranks(group))
+        stream, members = made[place % len(made)], dist.get_process_group_ranks(group)
         separate = sharing == "own_communicator" and is_nccl and digest is not None
-        communicator = new_group(dist.get_process_group_ranks(group), group, engine.device) if separate else group
-        groups[group] = GatherGroup(group, communicator, place, ranks, digest, nodes, is_nccl, stream)
+        communicator = new_group(members, group, engine.device, is_first=True) if separate else group
+        groups[group] = GatherGroup(group, communicator, place, str(members), digest, nodes, is_nccl, stream)
     return groups
 
 

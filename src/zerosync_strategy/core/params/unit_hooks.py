@@ -90,6 +90,7 @@ class UnitHooks:
     def __init__(self, engine: Any, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache) -> None:
         self._root, self._units = engine.module, units
         self._scheduler, self._cache = scheduler, cache
+        self._streams = scheduler.issuing.streams
         config = gathering.config_of(engine)
         self._ahead_numel = config.prefetch_bucket_size
         self._live_numel, self._reuse_numel = config.max_live_parameters, config.max_reuse_distance
@@ -129,6 +130,8 @@ class UnitHooks:
     def _forward_begins(self, unit: Unit, module: Any, args: Any) -> None:
         if module is not unit.module:
             return  # a copy, with parameters of its own
+        if self._streams.has_graphs:
+            self._streams.refuse_capture("A forward")
         if not self._calls and not in_backward():  # a forward of the model, or of a part that is called directly
             self._scheduler.compare_aborted()
             if self._tasks:  # left by backwards that have raised
