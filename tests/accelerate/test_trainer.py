@@ -291,6 +291,77 @@ def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, 
         assert distance(parameters, full_parameters(module)) == 0.0
 
 
+class TooLarge(Model):
+    """Has no memory for a backward of so many rows, which comes second."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = super().forward(x, y)
+        self.calls += 1
+        if self.calls == 2:
+            out["loss"].register_hook(_no_memory)
+        return out
+
+
+def _no_memory(_: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_auto_find_batch_size(configured: bool, tmp_path: Path) -> None:
+    """After an out-of-memory error, model and moments go on, as without DeepSpeed; the schedule begins anew."""
+
+    def job() -> Any:
+        environment = json.loads(launched(2)["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
+        if configured:  # an engine that has made no step is built anew, with a schedule for the new number of steps
+            environment["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "weight_decay": 0}}
+        given = arguments(
+            tmp_path, use_cpu=True, deepspeed=environment, auto_find_batch_size=True, gradient_accumulation_steps=2
+        )  # fmt: skip
+        trainer = InOrder(model := TooLarge(), given, train_dataset=Rows(4 // MICRO))
+        trainer.train()
+        assert trainer._train_batch_size == 1 and trainer.deepspeed._zerosync.report.step == 2
+        return {name.removeprefix("net."): value for name, value in full_parameters(model).items()}
+
+    expected, data = oracle(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)), Data(2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(expected.optimizer, lambda step: (2 - step) / 2)
+    for first in (0, 4):
+        for row in (first, first + 2):
+            expected.backward(lambda rank, i=row: loss_of(expected.module, (data.x[i + rank], data.y[i + rank])) / 2)
+        expected.step()
+        schedule.step()
+    for parameters in run_ranks(job):
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_new_optimizer_or_trainer_for_a_trained_model(stage: int, tmp_path: Path) -> None:
+    def job() -> Any:
+        trainer = InOrder(model := Model(), arguments(tmp_path), train_dataset=Rows(4))
+        trainer.train()
+        trainer.optimizer = None
+        trainer.train()
+        other = InOrder(model, arguments(tmp_path), train_dataset=Rows(4))
+        if stage == 3:
+            with pytest.raises(ValueError, match=r"trainer\.model_wrapped\.destroy\(\)"):
+                other.train()
+        trainer.model_wrapped.destroy()
+        InOrder(model, arguments(tmp_path), train_dataset=Rows(4)).train()
+        return {name.removeprefix("net."): value for name, value in full_parameters(model).items()}
+
+    expected = oracle(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0))
+    for _ in range(3):
+        expected.optimizer = torch.optim.AdamW(expected.module.parameters(), lr=1e-2, weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(expected.optimizer, lambda step: (4 - step) / 4)
+        for batch in range(4):
+            backward_of(expected, batch)
+            expected.step()
+            scheduler.step()
+    for parameters in run_ranks(job, env=launched(stage)):
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
 class WithAnEmptyGroup(InOrder):
     """As Trainers of LoRA before transformers 5, and LLaVA's: DeepSpeed takes such a group away."""
 

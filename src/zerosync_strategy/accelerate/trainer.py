@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
@@ -58,12 +60,23 @@ def divides_losses(accelerator: Any) -> bool:
 
 
 def keeps_engine(accelerator: Any) -> bool:
-    """Return whether the Trainer of ``accelerator`` continues with its engine in a later ``train()``."""
+    """Return whether the Trainer of ``accelerator`` continues with its engine in a later ``train()``.
+
+    Also where ``auto_find_batch_size`` begins anew after an out-of-memory error: the model and the moments go on.
+    """
     trainer = getattr(accelerator, _TRAINER, lambda: None)()
     wrapped = accelerator.deepspeed_engine_wrapped
-    if trainer is None or wrapped is None or trainer.model_init is not None or trainer.args.auto_find_batch_size:
+    zerosync = getattr(wrapped, "zerosync", None)
+    if trainer is None or zerosync is None or not isinstance(trainer.optimizer, DeepSpeedOptimizerWrapper):
         return False
-    return trainer.model_wrapped is wrapped.engine
+    if zerosync.report is None and _configured(accelerator):
+        return False  # the schedule of the configuration may be for another number of steps
+    return wrapped.engine.module is trainer.model
+
+
+def _configured(accelerator: Any) -> list[str]:
+    """Return what DeepSpeed makes by its configuration."""
+    return [name for name in ("optimizer", "scheduler") if name in accelerator.state.deepspeed_plugin.deepspeed_config]
 
 
 def _gather_to_save(trainer: Any) -> None:
@@ -89,22 +102,28 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
             return stock(trainer, num_training_steps, inference)
         setattr(trainer.accelerator, _TRAINER, weakref.ref(trainer))
         _gather_to_save(trainer)
-        configured = [name for name in ("optimizer", "scheduler") if name in plugin.deepspeed_config]
+        configured = _configured(trainer.accelerator)
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         if keeps_engine(trainer.accelerator):
             if configured:
                 raise ValueError(
-                    f"A second Trainer.train() goes on with the engine of the first, but its {configured[0]!r} comes"
-                    " from the DeepSpeed configuration and is at its end. Leave it out of the configuration, or make a"
-                    " new Trainer."
+                    "A second Trainer.train(), or one with another batch size (auto_find_batch_size), goes on with the"
+                    f" engine of the first, but its {configured[0]!r} comes from the DeepSpeed configuration and has"
+                    " been stepped. Leave it out of the configuration, or make a new Trainer."
                 )
+            trainer.model_wrapped = trainer.accelerator.deepspeed_engine_wrapped.engine
             return optimizer, scheduler
+        if isinstance(optimizer, DeepSpeedOptimizerWrapper) and "optimizer" in configured:
+            optimizer = None  # of an engine that has made no step
+        if isinstance(scheduler, DeepSpeedSchedulerWrapper):
+            scheduler = None  # of that engine, too
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if given is not None and name in configured:
                 raise ValueError(
                     f"Trainer got the {name} {type(given).__name__}, and the DeepSpeed configuration has one, too."
                     " Leave out one of them."
                 )
+        trainer.model_wrapped = trainer.model  # not the engine of an earlier training
         with in_full_shapes(trainer.model.parameters()):  # for create_optimizer()
             made, made_scheduler = stock(trainer, num_training_steps, inference)
         if optimizer is not None:
