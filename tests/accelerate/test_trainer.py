@@ -468,6 +468,18 @@ def test_an_optimizer_beside_a_configured_one_is_refused(tmp_path: Path) -> None
     run_ranks(job, env=launched(2))
 
 
+def test_deepspeeds_own_muon_is_refused_before_it_compiles() -> None:
+    def job() -> None:
+        config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Muon", "params": {"lr": 0.05}}}
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(hf_ds_config=config))
+        model = network()
+        deepspeed.DeepSpeedEngine._configure_optimizer = None  # is not reached
+        with pytest.raises(ValueError, match="does not support DeepSpeed's own Muon"):
+            accelerator.prepare(model, DummyOptim(model.parameters()))
+
+    run_ranks(job)
+
+
 @pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_optimizers_and_schedulers_that_deepspeed_makes(stage: int) -> None:

@@ -98,6 +98,12 @@ def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
                 " would reach. Use AdamW or RMSprop."
             )
         step = getattr(type(inner), "step", None)
+        if inspect.isfunction(step) and inspect.unwrap(step) is inspect.unwrap(torch.optim.Optimizer.step):
+            return (
+                f"the optimizer {type(inner).__name__} has no step(): it updates parameters in the backward, by each"
+                " rank's own gradients, as LOMO does. Use AdamW, or where memory is short SGD or Adafactor: their states"
+                " are divided among the ranks."
+            )
         closure = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
         if closure is not None and closure.default is closure.empty:
             return (
