@@ -101,7 +101,7 @@ def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
         if inspect.isfunction(step) and inspect.unwrap(step) is inspect.unwrap(torch.optim.Optimizer.step):
             return (
                 f"the optimizer {type(inner).__name__} has no step(): it updates parameters in the backward, by each"
-                " rank's own gradients, as LOMO does. Use AdamW, or where memory is short SGD or Adafactor: their states"
+                " rank's own gradients, as LOMO does. Use AdamW, or where memory is short SGD or Adafactor: states"
                 " are divided among the ranks."
             )
         closure = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
