@@ -291,6 +291,48 @@ def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, 
         assert distance(parameters, full_parameters(module)) == 0.0
 
 
+class ChangesGradients(TrainerCallback):
+    """Behind a guard, as callbacks do that clamp gradients or add noise."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        self.seen.append(change_gradients(model))
+
+
+def change_gradients(model: torch.nn.Module) -> float:
+    found = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = float(torch.stack([gradient.norm() for gradient in found]).norm()) if found else 0.0
+    for index, gradient in enumerate(found):
+        gradient.clamp_(-1e-3, 1e-3).add_(index * 1e-4)
+    return norm
+
+
+@pytest.mark.extended(but=("0.05-3", "0.0-2"))
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_callbacks_before_the_step_have_averaged_gradients(stage: int, clip: float, tmp_path: Path) -> None:
+    def job() -> Any:
+        given = arguments(tmp_path, gradient_accumulation_steps=2, lr_scheduler_type="constant")
+        given.max_grad_norm, given.optim = clip, "sgd"
+        callback = ChangesGradients()
+        trainer = InOrder(Model(), given, train_dataset=Rows(4))
+        trainer.add_callback(callback)
+        trainer.train()
+        return {name.removeprefix("net."): p for name, p in full_parameters(trainer.model).items()}, callback.seen
+
+    expected, norms = oracle(lambda parameters: torch.optim.SGD(parameters, lr=1e-2)), []
+    expected.optimizer.register_step_pre_hook(lambda *_: norms.append(change_gradients(expected.module)))
+    for batch in range(4):
+        backward_of(expected, batch, 2)
+        if batch % 2:
+            expected.step(clip)
+    for parameters, seen in run_ranks(job, env=launched(stage)):
+        assert seen == pytest.approx(norms[1::2], rel=1e-4)  # each step is made twice, first rounded otherwise
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
 class TooLarge(Model):
     """Has no memory for a backward of so many rows, which comes second."""
 

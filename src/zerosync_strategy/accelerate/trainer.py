@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: the optimizer and scheduler that it was given, several calls of ``train()``, and saving.
+"""The Hugging Face Trainer: its optimizer and scheduler, several calls of ``train()``, callbacks, and saving.
 
 Under DeepSpeed, stock transformers drops both at the beginning of ``train()``, and a second ``train()`` has no engine.
 """
@@ -9,6 +9,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
@@ -94,6 +95,25 @@ def _gather_to_save(trainer: Any) -> None:
     trainer._save = save
 
 
+def _show_to_callbacks(trainer: Any) -> None:
+    """Show averaged gradients to callbacks before the step, which they may change; free where none overrides it."""
+    from transformers import TrainerCallback
+
+    handler, base = trainer.callback_handler, TrainerCallback.on_pre_optimizer_step
+    if "on_pre_optimizer_step" in vars(handler):
+        return
+    stock = handler.on_pre_optimizer_step
+
+    @functools.wraps(stock)
+    def on_pre_optimizer_step(*args: Any, **options: Any) -> Any:
+        overridden = any(type(each).on_pre_optimizer_step is not base for each in handler.callbacks)
+        zerosync = trainer.accelerator.deepspeed_engine_wrapped.zerosync
+        with zerosync.full_gradients() if overridden else nullcontext():
+            return stock(*args, **options)
+
+    handler.on_pre_optimizer_step = on_pre_optimizer_step
+
+
 def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
@@ -102,6 +122,7 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
             return stock(trainer, num_training_steps, inference)
         setattr(trainer.accelerator, _TRAINER, weakref.ref(trainer))
         _gather_to_save(trainer)
+        _show_to_callbacks(trainer)
         configured = _configured(trainer.accelerator)
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         if keeps_engine(trainer.accelerator):
