@@ -291,6 +291,119 @@ def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, 
         assert distance(parameters, full_parameters(module)) == 0.0
 
 
+class ChangesGradients(TrainerCallback):
+    """Behind a guard, as callbacks do that clamp gradients or add noise."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        self.seen.append(change_gradients(model))
+
+
+def change_gradients(model: torch.nn.Module) -> float:
+    found = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = float(torch.stack([gradient.norm() for gradient in found]).norm()) if found else 0.0
+    for index, gradient in enumerate(found):
+        gradient.clamp_(-1e-3, 1e-3).add_(index * 1e-4)
+    return norm
+
+
+@pytest.mark.extended(but=("0.05-3", "0.0-2"))
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_callbacks_before_the_step_have_averaged_gradients(stage: int, clip: float, tmp_path: Path) -> None:
+    def job() -> Any:
+        given = arguments(tmp_path, gradient_accumulation_steps=2, lr_scheduler_type="constant")
+        given.max_grad_norm, given.optim = clip, "sgd"
+        callback = ChangesGradients()
+        trainer = InOrder(Model(), given, train_dataset=Rows(4))
+        trainer.add_callback(callback)
+        trainer.train()
+        return {name.removeprefix("net."): p for name, p in full_parameters(trainer.model).items()}, callback.seen
+
+    expected, norms = oracle(lambda parameters: torch.optim.SGD(parameters, lr=1e-2)), []
+    expected.optimizer.register_step_pre_hook(lambda *_: norms.append(change_gradients(expected.module)))
+    for batch in range(4):
+        backward_of(expected, batch, 2)
+        if batch % 2:
+            expected.step(clip)
+    for parameters, seen in run_ranks(job, env=launched(stage)):
+        assert seen == pytest.approx(norms[1::2], rel=1e-4)  # each step is made twice, first rounded otherwise
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
+class TooLarge(Model):
+    """Has no memory for a backward of so many rows, which comes second."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = super().forward(x, y)
+        self.calls += 1
+        if self.calls == 2:
+            out["loss"].register_hook(_no_memory)
+        return out
+
+
+def _no_memory(_: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_auto_find_batch_size(configured: bool, tmp_path: Path) -> None:
+    """After an out-of-memory error, model and moments go on, as without DeepSpeed; the schedule begins anew."""
+
+    def job() -> Any:
+        environment = json.loads(launched(2)["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
+        if configured:  # an engine that has made no step is built anew, with a schedule for the new number of steps
+            environment["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "weight_decay": 0}}
+        given = arguments(
+            tmp_path, use_cpu=True, deepspeed=environment, auto_find_batch_size=True, gradient_accumulation_steps=2
+        )  # fmt: skip
+        trainer = InOrder(model := TooLarge(), given, train_dataset=Rows(4 // MICRO))
+        trainer.train()
+        assert trainer._train_batch_size == 1 and trainer.deepspeed._zerosync.report.step == 2
+        return {name.removeprefix("net."): value for name, value in full_parameters(model).items()}
+
+    expected, data = oracle(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)), Data(2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(expected.optimizer, lambda step: (2 - step) / 2)
+    for first in (0, 4):
+        for row in (first, first + 2):
+            expected.backward(lambda rank, i=row: loss_of(expected.module, (data.x[i + rank], data.y[i + rank])) / 2)
+        expected.step()
+        schedule.step()
+    for parameters in run_ranks(job):
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_new_optimizer_or_trainer_for_a_trained_model(stage: int, tmp_path: Path) -> None:
+    def job() -> Any:
+        trainer = InOrder(model := Model(), arguments(tmp_path), train_dataset=Rows(4))
+        trainer.train()
+        trainer.optimizer = None
+        trainer.train()
+        other = InOrder(model, arguments(tmp_path), train_dataset=Rows(4))
+        if stage == 3:
+            with pytest.raises(ValueError, match=r"trainer\.model_wrapped\.destroy\(\)"):
+                other.train()
+        trainer.model_wrapped.destroy()
+        InOrder(model, arguments(tmp_path), train_dataset=Rows(4)).train()
+        return {name.removeprefix("net."): value for name, value in full_parameters(model).items()}
+
+    expected = oracle(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0))
+    for _ in range(3):
+        expected.optimizer = torch.optim.AdamW(expected.module.parameters(), lr=1e-2, weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(expected.optimizer, lambda step: (4 - step) / 4)
+        for batch in range(4):
+            backward_of(expected, batch)
+            expected.step()
+            scheduler.step()
+    for parameters in run_ranks(job, env=launched(stage)):
+        assert distance(parameters, full_parameters(expected.module)) == 0.0
+
+
 class WithAnEmptyGroup(InOrder):
     """As Trainers of LoRA before transformers 5, and LLaVA's: DeepSpeed takes such a group away."""
 
@@ -395,6 +508,18 @@ def test_an_optimizer_beside_a_configured_one_is_refused(tmp_path: Path) -> None
             trainer.train()
 
     run_ranks(job, env=launched(2))
+
+
+def test_deepspeeds_own_muon_is_refused_before_it_compiles() -> None:
+    def job() -> None:
+        config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Muon", "params": {"lr": 0.05}}}
+        accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(hf_ds_config=config))
+        model = network()
+        deepspeed.DeepSpeedEngine._configure_optimizer = None  # is not reached
+        with pytest.raises(ValueError, match="does not support DeepSpeed's own Muon"):
+            accelerator.prepare(model, DummyOptim(model.parameters()))
+
+    run_ranks(job)
 
 
 @pytest.mark.extended(but=("2",))

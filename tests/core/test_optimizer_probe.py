@@ -153,6 +153,22 @@ class Noted(Plain):  # as Moonlight's Muon, whose constructor notes how each par
         return param.grad
 
 
+class Seeded(Plain):  # as APOLLO, whose constructor numbers the parameters, for random projections
+    def __init__(self, params: Any, period: int) -> None:
+        super().__init__(params, period)
+        for number, param in enumerate(self.param_groups[0]["params"]):
+            self.state[param]["seed"] = number
+
+    def changed(self, param: Any, grads: list[Any], step: int) -> Any:
+        generator = torch.Generator().manual_seed(self.state[param]["seed"])
+        return param.grad * torch.randn(param.shape, generator=generator)
+
+
+class InBackward(torch.optim.Optimizer):  # as LOMO
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
 def network() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 8))
@@ -165,6 +181,7 @@ def test_what_a_trial_finds() -> None:
         Projected: Scope.PARAMETER, MatricesOnly: Scope.PARAMETER, GlobalNorm: Scope.EVERYTHING, Noisy: Scope.CHANCE,
         MadeWithStates: Scope.UNKNOWN, NoisyByNumpy: Scope.CHANCE, Factored: Scope.PARAMETER,
         NormOfAllOnceLarge: Scope.EVERYTHING, Noted: Scope.PARAMETER,
+        Seeded: Scope.PARAMETER,
     }  # fmt: skip
     assert {cls: probe(cls(params, 20)).scope for cls in expected} == expected
     assert probe(LateNorm(params, 2000)).scope is Scope.ELEMENT  # not in the first 256 steps
@@ -232,6 +249,7 @@ def test_errors_say_what_was_found() -> None:
     assert "Lookahead could not step a copy of itself" in kind_of(Lookahead(torch.optim.SGD(params, lr=0.1))).problem
     assert "SAM could not step" in kind_of(SAM(params, torch.optim.SGD)).problem
     assert "SAM requires a closure" in kind_of(SAM(params, torch.optim.SGD)).problem
+    assert "InBackward has no step(): it updates parameters in the backward" in kind_of(InBackward(params)).problem
     for cls in (Centralized, Noisy, MadeWithStates):
         assert kind_of(cls(params, 2), elementwise=True).problem == ""
 

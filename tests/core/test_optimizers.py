@@ -78,6 +78,10 @@ def test_attach_refuses_what_deepspeed_lets_pass() -> None:
         engine = initialize(3, module, torch.optim.SGD(module.parameters(), lr=0.1))
         with pytest.raises(ValueError, match=r"embeddings have max_norm: 3\.0\..*renorm\(2, 0, max_norm\)"):
             attach(engine)
+        module = network().append(torch.nn.Embedding(8, 8, sparse=True))
+        engine = initialize(2, module, torch.optim.SGD(module.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=r"embeddings have sparse=True: 3\..*Leave sparse=True out"):
+            attach(engine)
 
         optimizer = torch.optim.SGD((module := network()).parameters(), lr=0.1)
         assert optimizer_problem(module, optimizer) == ""
@@ -85,6 +89,28 @@ def test_attach_refuses_what_deepspeed_lets_pass() -> None:
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
         assert "has been given to an engine before" in optimizer_problem(module, optimizer)
+
+    run_ranks(run)
+
+
+class Rows(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(rows, self.weight, sparse=True).square().mean()
+
+
+def test_a_sparse_gradient_of_a_function_is_refused() -> None:
+    def run() -> None:
+        make_engine(1)
+        for stage in (2, 3):
+            engine = initialize(stage, module := Rows(), torch.optim.SGD(module.parameters(), lr=0.1))
+            attach(engine)
+            engine.backward(engine(torch.tensor([0, rank()])))
+            with pytest.raises(ValueError, match=r"a sparse gradient, of a parameter of shape \(6, 4\)"):
+                engine.step()
 
     run_ranks(run)
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer: the optimizer and scheduler that it was given, several calls of ``train()``, and saving.
+"""The Hugging Face Trainer: its optimizer and scheduler, several calls of ``train()``, callbacks, and saving.
 
 Under DeepSpeed, stock transformers drops both at the beginning of ``train()``, and a second ``train()`` has no engine.
 """
@@ -9,7 +9,10 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.core.engine import patches
@@ -58,12 +61,23 @@ def divides_losses(accelerator: Any) -> bool:
 
 
 def keeps_engine(accelerator: Any) -> bool:
-    """Return whether the Trainer of ``accelerator`` continues with its engine in a later ``train()``."""
+    """Return whether the Trainer of ``accelerator`` continues with its engine in a later ``train()``.
+
+    Also where ``auto_find_batch_size`` begins anew after an out-of-memory error: the model and the moments go on.
+    """
     trainer = getattr(accelerator, _TRAINER, lambda: None)()
     wrapped = accelerator.deepspeed_engine_wrapped
-    if trainer is None or wrapped is None or trainer.model_init is not None or trainer.args.auto_find_batch_size:
+    zerosync = getattr(wrapped, "zerosync", None)
+    if trainer is None or zerosync is None or not isinstance(trainer.optimizer, DeepSpeedOptimizerWrapper):
         return False
-    return trainer.model_wrapped is wrapped.engine
+    if zerosync.report is None and _configured(accelerator):
+        return False  # the schedule of the configuration may be for another number of steps
+    return wrapped.engine.module is trainer.model
+
+
+def _configured(accelerator: Any) -> list[str]:
+    """Return what DeepSpeed makes by its configuration."""
+    return [name for name in ("optimizer", "scheduler") if name in accelerator.state.deepspeed_plugin.deepspeed_config]
 
 
 def _gather_to_save(trainer: Any) -> None:
@@ -81,6 +95,25 @@ def _gather_to_save(trainer: Any) -> None:
     trainer._save = save
 
 
+def _show_to_callbacks(trainer: Any) -> None:
+    """Show averaged gradients to callbacks before the step, which they may change; free where none overrides it."""
+    from transformers import TrainerCallback
+
+    handler, base = trainer.callback_handler, TrainerCallback.on_pre_optimizer_step
+    if "on_pre_optimizer_step" in vars(handler):
+        return
+    stock = handler.on_pre_optimizer_step
+
+    @functools.wraps(stock)
+    def on_pre_optimizer_step(*args: Any, **options: Any) -> Any:
+        overridden = any(type(each).on_pre_optimizer_step is not base for each in handler.callbacks)
+        zerosync = trainer.accelerator.deepspeed_engine_wrapped.zerosync
+        with zerosync.full_gradients() if overridden else nullcontext():
+            return stock(*args, **options)
+
+    handler.on_pre_optimizer_step = on_pre_optimizer_step
+
+
 def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
@@ -89,22 +122,29 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
             return stock(trainer, num_training_steps, inference)
         setattr(trainer.accelerator, _TRAINER, weakref.ref(trainer))
         _gather_to_save(trainer)
-        configured = [name for name in ("optimizer", "scheduler") if name in plugin.deepspeed_config]
+        _show_to_callbacks(trainer)
+        configured = _configured(trainer.accelerator)
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         if keeps_engine(trainer.accelerator):
             if configured:
                 raise ValueError(
-                    f"A second Trainer.train() goes on with the engine of the first, but its {configured[0]!r} comes"
-                    " from the DeepSpeed configuration and is at its end. Leave it out of the configuration, or make a"
-                    " new Trainer."
+                    "A second Trainer.train(), or one with another batch size (auto_find_batch_size), goes on with the"
+                    f" engine of the first, but its {configured[0]!r} comes from the DeepSpeed configuration and has"
+                    " been stepped. Leave it out of the configuration, or make a new Trainer."
                 )
+            trainer.model_wrapped = trainer.accelerator.deepspeed_engine_wrapped.engine
             return optimizer, scheduler
+        if isinstance(optimizer, DeepSpeedOptimizerWrapper) and "optimizer" in configured:
+            optimizer = None  # of an engine that has made no step
+        if isinstance(scheduler, DeepSpeedSchedulerWrapper):
+            scheduler = None  # of that engine, too
         for name, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if given is not None and name in configured:
                 raise ValueError(
                     f"Trainer got the {name} {type(given).__name__}, and the DeepSpeed configuration has one, too."
                     " Leave out one of them."
                 )
+        trainer.model_wrapped = trainer.model  # not the engine of an earlier training
         with in_full_shapes(trainer.model.parameters()):  # for create_optimizer()
             made, made_scheduler = stock(trainer, num_training_steps, inference)
         if optimizer is not None:

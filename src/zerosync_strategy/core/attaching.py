@@ -31,10 +31,10 @@ from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.optimizer.problems import (
     dtype_problem,
+    embedding_problem,
     foreign_problem,
     kind_of,
     mark_used,
-    renormed_problem,
     shared_memory_problem,
 )
 from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
@@ -136,7 +136,7 @@ def _parameters_problem(engine: Any) -> str:
     """Return a problem of the engine's parameters that ``deepspeed.initialize`` does not report; empty if none."""
     trained = [] if zero.stage(engine) == 3 else [group.params for group in zero12.flat_groups(engine.optimizer)]
     module = engine.module
-    problem = dtype_problem(module) or renormed_problem(module) or shared_memory_problem(module)
+    problem = dtype_problem(module) or embedding_problem(module) or shared_memory_problem(module)
     return problem or foreign_problem(module, trained)
 
 

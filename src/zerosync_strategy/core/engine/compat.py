@@ -23,6 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, param_functions, patches
+from zerosync_strategy.core.engine.supported import require_supported_optimizer
+from zerosync_strategy.core.engine.zero import is_building_engine
 
 # In a tensor's __dict__:
 _SHARES = "_zerosync_shares_memory_with"  # a reference to a tensor with the same memory
@@ -41,6 +43,8 @@ def allow_any_model() -> None:
 
 
 def _configure_model(stock: Callable[[Any, Any], None], engine: Any, model: Any) -> None:
+    if is_building_engine():
+        require_supported_optimizer(engine)  # before DeepSpeed compiles one
     prepare_to_broadcast(model)  # before it is converted to another dtype
     stock(engine, model)
 

@@ -16,6 +16,7 @@ def require_supported(engine: Any) -> None:
     check_release()
     contract.require(torch_internals.TRAINING)
     _check_configuration(engine)
+    require_supported_optimizer(engine)
     contract.require(internals_of(engine), engine)
     if zero.user_config(engine).get("compile", {}).get("deepcompile"):
         contract.need(deepspeed_internals.COMPILE_BACKEND, "set 'compile.deepcompile' to false")
@@ -61,6 +62,16 @@ def check_release() -> None:
         )
 
 
+def require_supported_optimizer(engine: Any) -> None:
+    """Raise ``ValueError`` if DeepSpeed makes, by its configuration, an optimizer that ZeroSync does not support."""
+    of_optimizer = zero.user_config(engine).get("optimizer") or {}
+    if str(of_optimizer.get("type")).lower() == "muon":
+        raise ValueError(
+            "ZeroSync does not support DeepSpeed's own Muon, found in 'optimizer.type'. Leave that out, and give"
+            " deepspeed.initialize() an optimizer: torch.optim.Muon, or a class with groups for what is no matrix."
+        )
+
+
 def _check_configuration(engine: Any) -> None:
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -72,7 +83,7 @@ def _check_configuration(engine: Any) -> None:
     contract.require(deepspeed_internals.CONFIGURATION, engine)
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
     given, folding = zero.user_config(engine), getattr(engine, "_autoep_folding_spec", None)
-    of_zero, of_optimizer = given.get("zero_optimization", {}), given.get("optimizer") or {}
+    of_zero = given.get("zero_optimization", {})
     for is_so, problem in (
         (stage not in (1, 2, 3), f"needs ZeRO stage 1, 2 or 3, found 'zero_optimization.stage' = {stage}."),
         (isinstance(engine.module, PipelineModule),
@@ -86,9 +97,6 @@ def _check_configuration(engine: Any) -> None:
          "does not support MiCS; remove 'zero_optimization.mics_shard_size'."),
         (of_zero.get("zero_quantized_gradients"),
          "does not support quantized gradients; set 'zero_quantized_gradients' to false."),
-        (str(of_optimizer.get("type")).lower() == "muon",
-         "does not support DeepSpeed's own Muon, found in 'optimizer.type'. Leave that out, and give"
-         " deepspeed.initialize() an optimizer: torch.optim.Muon, or a class with groups for what is no matrix."),
         (getattr(folding, "tp_size", 1) > 1,
          "does not support AutoEP folded with tensor parallelism. Use one of the two."),
         (not isinstance(optimizer, ZeROOptimizer),

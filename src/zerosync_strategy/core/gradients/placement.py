@@ -196,10 +196,24 @@ def with_zeros(
     params: Sequence[Any], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return the ``gradients`` of ``params``, flat and in ``dtype``, with zeros for ``None``."""
-    pieces = [
-        torch.zeros(zero3.full_numel(param), dtype=dtype, device=param.device)
-        if gradient is None
-        else gradient.reshape(-1)
-        for param, gradient in zip(params, gradients, strict=True)
-    ]
+    try:
+        pieces = [
+            torch.zeros(zero3.full_numel(param), dtype=dtype, device=param.device)
+            if gradient is None
+            else gradient.reshape(-1)
+            for param, gradient in zip(params, gradients, strict=True)
+        ]
+    except RuntimeError:
+        _refuse_sparse(gradients)
+        raise
     return pieces if {piece.dtype for piece in pieces} <= {dtype} else [piece.to(dtype) for piece in pieces]
+
+
+def _refuse_sparse(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise ``ValueError`` if one of the ``gradients`` is sparse, as of a function that was given ``sparse=True``."""
+    for gradient in gradients:
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ValueError(
+                f"ZeroSync found a sparse gradient, of a parameter of shape {tuple(gradient.shape)}, and ZeRO's shards"
+                " are dense. Leave 'sparse=True' or 'sparse_grad=True' of the function that made it out."
+            )

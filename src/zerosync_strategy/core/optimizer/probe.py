@@ -266,7 +266,7 @@ def _steps(optimizer: Any) -> int:
 
 class _Group(NamedTuple):
     options: dict[str, Any]
-    state: dict[str, Any]  # strings and bools, which a constructor may set (Moonlight's Muon); a step may set others
+    state: dict[str, Any]  # what a constructor may set: a flag (Moonlight's Muon), the seed of a projection (APOLLO)
 
 
 def _groups(optimizer: Any) -> list[_Group]:
@@ -284,13 +284,23 @@ def _groups(optimizer: Any) -> list[_Group]:
             rate = float(optimizer.defaults.get("lr") or _LEARNING_RATE)  # a scheduler may have set the group's to 0
             options["lr"] = torch.tensor(rate) if isinstance(options["lr"], Tensor) else rate
         noted = replaced or [_noted(states.get(param, {})) for param in group["params"]] or [{}]
-        for state in {repr(state): state for state in noted}.values():  # each once, of many parameters
-            groups.setdefault(repr((options, state)), _Group(options, state))
+        for state in noted:  # each kind once, of many parameters that a constructor may have numbered
+            kind = {name: type(value) if _is_number(value) else value for name, value in state.items()}
+            groups.setdefault(repr((options, kind)), _Group(options, state))
     return list(groups.values())
 
 
 def _noted(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if isinstance(value, (bool, str))}
+    stepped = any(isinstance(value, Tensor) for value in state.values())  # then numbers may be counts of steps
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, (bool, str)) or (_is_number(value) and not stepped)
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class _MessageError(RuntimeError):

@@ -98,6 +98,12 @@ def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
                 " would reach. Use AdamW or RMSprop."
             )
         step = getattr(type(inner), "step", None)
+        if inspect.isfunction(step) and inspect.unwrap(step) is inspect.unwrap(torch.optim.Optimizer.step):
+            return (
+                f"the optimizer {type(inner).__name__} has no step(): it updates parameters in the backward, by each"
+                " rank's own gradients, as LOMO does. Use AdamW, or where memory is short SGD or Adafactor: states"
+                " are divided among the ranks."
+            )
         closure = inspect.signature(step).parameters.get("closure") if inspect.isfunction(step) else None
         if closure is not None and closure.default is closure.empty:
             return (
@@ -157,18 +163,22 @@ def dtype_problem(module: torch.nn.Module) -> str:
     )  # fmt: skip
 
 
-def renormed_problem(module: torch.nn.Module) -> str:
-    """Return which embeddings of ``module`` write to their own weight in forward; empty if none."""
-    names = [
-        name or type(module).__name__
+def embedding_problem(module: torch.nn.Module) -> str:
+    """Return which embeddings of ``module`` ZeRO cannot train as they are; empty if none."""
+    found = [
+        (name or type(module).__name__, each)
         for name, each in module.named_modules()
-        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and each.max_norm is not None
+        if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag))
     ]
     return _problem(
-        "embeddings have max_norm", names,
+        "embeddings have max_norm", [name for name, each in found if each.max_norm is not None],
         "In each forward it scales the rows that this rank's batch uses, so that ranks would come to differ. Leave"
         " max_norm out, and scale all rows alike between steps: 'with zerosync.full_parameters():"
         " weight.data.copy_(weight.data.renorm(2, 0, max_norm))'.",
+    ) or _problem(
+        "embeddings have sparse=True", [name for name, each in found if each.sparse and each.weight.requires_grad],
+        "Their gradients are sparse, and ZeRO's shards are dense. Leave sparse=True out, and use an optimizer for"
+        " dense gradients: SGD makes the same steps, Adam also moves rows that a batch does not use.",
     )  # fmt: skip
 
 

@@ -138,5 +138,6 @@ def _require_ungathered(engine: Any) -> None:
             raise ValueError(
                 f"attach() got an engine of ZeRO-3 with a parameter, {name!r}, that another attached engine gathers and"
                 " releases, too. Give one engine one optimizer for all parameters of the module; or train with several"
-                " optimizers under Lightning, whose engines share; or detach() the other engine first."
+                " optimizers under Lightning, whose engines share. Where the other engine is done, as that of an"
+                " earlier Trainer, call its destroy() first (of a Trainer: trainer.model_wrapped.destroy())."
             )
