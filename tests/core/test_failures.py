@@ -98,6 +98,15 @@ def test_ranks_that_have_stopped_are_waited_for_a_second_and_others_five() -> No
     third.end()
 
 
+def test_what_a_rank_records_right_after_its_answer_counts(statuses: list[RankStatus]) -> None:
+    """A collective of the program's own has failed on it, and it is about to say so."""
+    late = RankState(1, Phase.STOPPED, failure="RuntimeError", waits_for="torch.distributed.barrier()", line="t.py:1 f")
+    timer = threading.Timer(0.2, lambda: statuses[1]._stop(late))
+    timer.start()
+    assert "rank 1: has stopped: RuntimeError, at t.py:1 f" in statuses[0].describe("the test", ERROR)
+    timer.join()
+
+
 def test_a_new_process_group_ends_the_thread_of_the_old() -> None:
     def run() -> list[int]:
         store, counts = a_store(), []  # of this rank alone, which outlives its groups

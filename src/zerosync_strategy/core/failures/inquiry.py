@@ -31,7 +31,8 @@ ANSWER_SECONDS = 5.0
 _STOPPED_SECONDS = 1.0
 """How long it waits if all missing ranks have recorded a failure."""
 _SETTLE_SECONDS = 0.5
-"""How long it waits for a second answer of ranks that answered while not waiting: their waits may fail just now."""
+"""How long it waits for a second answer, or a failure, of ranks that answered while not waiting: their waits, or
+collectives that the program has called itself, may have failed just now."""
 _SUMMARY_SECONDS = 8.0
 """How long other ranks wait for the collector's summary; more than it needs."""
 _COLLECTORS = 2
@@ -124,11 +125,10 @@ class Inquiries:
                     if state.rank in missing or state.phase is Phase.LOST:
                         missing.discard(state.rank)
                         states[state.rank] = state
-            settled = waited >= _SETTLE_SECONDS or not any(
-                state.phase is Phase.RUNNING and not state.waits_for for state in states.values()
-            )
-            stopped = self._read_failures(missing)
+            idle = {rank for rank, state in states.items() if state.phase is Phase.RUNNING and not state.waits_for}
+            stopped = self._read_failures(missing | idle)
             states |= stopped
+            settled = waited >= _SETTLE_SECONDS or idle <= stopped.keys()
             if missing and waited >= (ANSWER_SECONDS if missing - stopped.keys() else _STOPPED_SECONDS):
                 return
 
