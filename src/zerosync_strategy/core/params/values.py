@@ -206,7 +206,7 @@ class ParameterValues:
 
     def expect_gradient(self, param: Any) -> None:
         """Prepare for a gradient of ``param`` while it is sharded: autograd then requires it to have its full shape."""
-        if record_of(param) in self._expected or not param.requires_grad:
+        if record_of(param) in self._expected or not param.requires_grad or not zero3.full_numel(param):
             return
         self._expected.add(record_of(param))
         placeholder = self.placeholder(param)
