@@ -47,7 +47,6 @@ from zerosync_strategy.core.optimizer.problems import (
     drop_empty_groups,
     dtype_problem,
     optimizer_problem,
-    warn_of_empty_groups,
 )
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.options.removed import refuse_removed
@@ -58,7 +57,7 @@ from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # what frontends use in addition to the functions below
     "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
-    "accumulate_outside", "as_it_is", "copy_problem", "drop_empty_groups", "dtype_problem", "full_shape",
+    "accumulate_outside", "as_it_is", "copy_problem", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
     "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
     "optimizer_problem", "part_of", "readable", "refuse_removed", "reload_master_weights", "requiring_grad",
@@ -152,7 +151,7 @@ def set_up(
     if problem:
         raise ValueError(f"{call} found that {problem}")
     for optimizer in optimizers:
-        warn_of_empty_groups(call, optimizer)
+        drop_empty_groups(optimizer)
     groups = [] if shown is None else [list(group["params"]) for group in shown.param_groups if group["params"]]
     drop_functions(module)  # those of an earlier engine that has evaluated or trained the module
     with building_engine():

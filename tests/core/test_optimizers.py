@@ -53,10 +53,11 @@ def test_what_no_rank_can_step() -> None:
     assert kind_of(DummyOptim([])).problem == ""  # stands for one that DeepSpeed makes, and has no step()
 
 
-def initialize(stage: int, module: Any, optimizer: Any) -> Any:
+def initialize(stage: int, module: Any, optimizer: Any, **options: Any) -> Any:
     config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
     config |= {"train_micro_batch_size_per_gpu": 1}
-    return deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    options |= {"config": config, "dist_init_required": False}
+    return deepspeed.initialize(model=module, optimizer=optimizer, **options)[0]
 
 
 def test_attach_refuses_what_deepspeed_lets_pass() -> None:
@@ -91,6 +92,40 @@ def test_attach_refuses_what_deepspeed_lets_pass() -> None:
         assert "has been given to an engine before" in optimizer_problem(module, optimizer)
 
     run_ranks(run)
+
+
+def _with_an_empty_group(module: torch.nn.Module, last_rate: float) -> torch.optim.Optimizer:
+    first, *others = module.parameters()
+    return torch.optim.SGD(
+        [{"params": [first], "lr": 0.4}, {"params": [], "lr": 0.1}, {"params": others, "lr": last_rate}], lr=0.1
+    )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_schedulers_go_without_groups_that_deepspeed_has_dropped(stage: int) -> None:
+    """One that the engine steps, or the program; an error where rates do not say which group was empty."""
+
+    def run() -> Any:
+        make_engine(1)
+        of, found = torch.optim.lr_scheduler, []
+        for given in (True, False):
+            optimizer = _with_an_empty_group(module := network(), 0.2)
+            scheduler = of.LambdaLR(optimizer, [lambda step: 0.5**step, lambda _: 1.0, lambda step: 0.25**step])
+            engine = initialize(stage, module, optimizer, lr_scheduler=scheduler if given else None)
+            attach(engine)
+            engine.backward(loss_of(engine, 0, rank()))
+            engine.step()
+            if not given:
+                scheduler.step()
+            found.append([group["lr"] for group in engine.optimizer.param_groups])
+            engine.destroy()
+        optimizer = _with_an_empty_group(module := network(), 0.1)
+        scheduler = of.LambdaLR(optimizer, [lambda _: 0.5, lambda _: 1.0, lambda _: 0.25])
+        with pytest.raises(ValueError, match=r"scheduler LambdaLR was made for 3 groups .* kept the 2 that have"):
+            attach(initialize(stage, module, optimizer))
+        return found
+
+    assert run_ranks(run) == [[pytest.approx([0.2, 0.05])] * 2] * 2
 
 
 class Rows(torch.nn.Module):

@@ -17,7 +17,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSched
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.frontend import drop_empty_groups, in_full_shapes
+from zerosync_strategy.frontend import in_full_shapes
 
 _TRAINER = "_zerosync_trainer"  # attribute of an Accelerator: its Trainer
 _SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # packages that save the module, not the gathered state
@@ -151,9 +151,6 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
             trainer.optimizer = made = optimizer
             if made_scheduler is not None:
                 made_scheduler.optimizer = made
-        used = made_scheduler if scheduler is None else scheduler
-        if hasattr(made, "param_groups"):  # before transformers 5, LoRA has an empty group without weight decay
-            drop_empty_groups(made, used)
-        return made, used
+        return made, made_scheduler if scheduler is None else scheduler
 
     return deepspeed_init

@@ -50,9 +50,6 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
         )
     optimizers = [item for item in args if isinstance(item, (torch.optim.Optimizer, DummyOptim))]
     model = next((item for item in args if isinstance(item, torch.nn.Module)), None)
-    for optimizer in optimizers:
-        if schedulers := [item for item in args if getattr(item, "optimizer", None) is optimizer]:
-            frontend.drop_empty_groups(optimizer, *schedulers)
     result: Any = None
     deepcompile = False
 

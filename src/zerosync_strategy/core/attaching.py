@@ -36,6 +36,7 @@ from zerosync_strategy.core.optimizer.problems import (
     kind_of,
     mark_used,
     shared_memory_problem,
+    take_out_dropped_groups,
 )
 from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
 from zerosync_strategy.core.params.shard_over import layout_problem
@@ -87,7 +88,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
         engine._zerosync.detach()
     optimizer = zero.stepping_optimizer(engine)
     kind = kind_of(optimizer, config.elementwise_optimizer)
-    if problem := kind.problem or _parameters_problem(engine):
+    if problem := kind.problem or _parameters_problem(engine) or take_out_dropped_groups(optimizer):
         raise ValueError(f"attach() found that {problem}")
     with rank_status().activity("attach()", lambda: "before the first optimizer step"):
         everyone = zero.data_parallel_group(engine.optimizer)

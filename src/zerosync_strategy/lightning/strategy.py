@@ -204,11 +204,6 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         else:
             with frontend.in_full_shapes(model.parameters()):
                 optimizers, self.lr_scheduler_configs = fetch(contract.INIT_OPTIMIZERS)(self.lightning_module)
-            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            for optimizer in optimizers:
-                frontend.drop_empty_groups(
-                    optimizer, *(each for each in schedulers if getattr(each, "optimizer", None) is optimizer)
-                )
             held = [param for each in optimizers for group in each.param_groups for param in group["params"]]
             with frontend.requiring_grad(held if callbacks.thaws(self.lightning_module.trainer) else [], True):
                 self._parts = divide(model, optimizers, self.zerosync_config.elementwise_optimizer)

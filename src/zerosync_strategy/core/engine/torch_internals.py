@@ -42,7 +42,6 @@ TRAINING = (
           named_in="torch.optim.optimizer"),
     *rows("steps by part", "torch.optim.optimizer", "_global_optimizer_pre_hooks _global_optimizer_post_hooks"),
     *rows("steps by part", "torch.optim.Optimizer", "_wrapped_by_lr_sched", named_in="torch.optim.lr_scheduler"),
-    *rows("empty groups", "torch.optim.lr_scheduler.SequentialLR", "_schedulers", named_in="torch.optim.lr_scheduler"),
     *rows("compiled autograd", _DYNAMO, "_torchdynamo_disable", named_in=_DYNAMO),
     *rows("compiled autograd", "torch._C._dynamo.eval_frame", """
         _FrameAction _FrameExecStrategy +set_code_exec_strategy

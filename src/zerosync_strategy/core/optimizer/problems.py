@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from zerosync_strategy.core.engine import compat, zero3
 from zerosync_strategy.core.engine.zero import listed
@@ -41,6 +42,10 @@ _ELEMENTWISE = {
     "deepspeed": r"FusedAdam|FusedLion|DeepSpeedCPU(Adam|Adagrad|Lion)",
     "transformer_engine": r"Fused(Adam|SGD)",
 }
+# Attributes of schedulers with a value for each group.
+_BY_GROUP = (
+    "base_lrs", "lr_lambdas", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums",
+)  # fmt: skip
 # Optimizers whose parameters an engine has replaced by flat shards.
 _used: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -245,27 +250,58 @@ def _words(name: str) -> set[str]:
     return {text.lower() for first in range(len(words)) for text in accumulate(words[first:])}
 
 
-def warn_of_empty_groups(call: str, optimizer: Any) -> None:
-    """Warn of empty groups, which DeepSpeed removes: a scheduler made before would no longer match."""
-    groups = getattr(optimizer, "param_groups", ())  # none if DeepSpeed is yet to make the optimizer
-    if empty := [str(index) for index, group in enumerate(groups) if not group["params"]]:
-        warnings.warn(
-            f"{call} found that group {', '.join(empty)} of the optimizer has no parameters. DeepSpeed takes it away,"
-            " and a learning-rate scheduler made before has more rates than there are groups: its step() raises, or"
-            " gives groups the rates of others. Leave the empty group out, or make the scheduler afterwards.",
-            stacklevel=2,
-        )
-
-
-def drop_empty_groups(optimizer: Any, *schedulers: Any) -> None:
-    """Remove empty groups from an optimizer, as DeepSpeed does, and from the ``schedulers`` of its learning rates."""
+def drop_empty_groups(optimizer: Any) -> None:
+    """Remove empty groups from an optimizer, as DeepSpeed does, and from the schedulers of its learning rates."""
     groups = getattr(optimizer, "param_groups", [])  # none if DeepSpeed is yet to make the optimizer
     kept, number = [index for index, group in enumerate(groups) if group["params"]], len(groups)
     if len(kept) == number:
         return
     groups[:] = [groups[index] for index in kept]
-    for scheduler in (each for outer in schedulers for each in (outer, *getattr(outer, "_schedulers", ()))):
-        for name in ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"):
-            values = getattr(scheduler, name, None)
-            if isinstance(values, list) and len(values) == number:
-                setattr(scheduler, name, [values[index] for index in kept])
+    for scheduler in _schedulers(optimizer):
+        vars(scheduler).update(_only(_by_group(scheduler, number), kept))
+
+
+def take_out_dropped_groups(optimizer: Any) -> str:
+    """Remove groups that DeepSpeed has dropped, as they were empty, from each scheduler of ``optimizer``.
+
+    Return a problem if a scheduler does not say which; empty if none has.
+    """
+    groups = optimizer.param_groups
+    if not any("initial_lr" in group for group in groups):
+        return ""  # no scheduler was made, or one of a plateau, which looks at the number of groups itself
+    for scheduler in _schedulers(optimizer):
+        number = max((len(vars(scheduler).get(name, ())) for name in _BY_GROUP), default=0)
+        if number <= len(groups):
+            continue
+        lists = _by_group(scheduler, number)
+        choices = [
+            _only(lists, kept)
+            for kept in combinations(range(number), len(groups))
+            if "base_lrs" not in lists
+            or all(lists["base_lrs"][old] == group["initial_lr"] for old, group in zip(kept, groups, strict=True))
+        ]
+        if not choices or any(choice != choices[0] for choice in choices):
+            return (
+                f"the scheduler {type(scheduler).__name__} was made for {number} groups of the optimizer, of which"
+                f" DeepSpeed has kept the {len(groups)} that have parameters, and its rates do not say which. Leave"
+                " empty groups out, or make the scheduler after deepspeed.initialize()."
+            )
+        vars(scheduler).update(choices[0])
+    return ""
+
+
+def _schedulers(optimizer: Any) -> Iterator[Any]:
+    """Yield the schedulers of ``optimizer``; the program may step them, and then nothing else refers to them."""
+    for each in gc.get_objects():
+        if issubclass(type(each), LRScheduler) and getattr(each, "optimizer", None) is optimizer:
+            yield each
+
+
+def _by_group(scheduler: Any, number: int) -> dict[str, list[Any]]:
+    """Return the attributes of ``scheduler`` that have a value for each of so many groups."""
+    lists = {name: vars(scheduler).get(name) for name in _BY_GROUP}
+    return {name: values for name, values in lists.items() if isinstance(values, list) and len(values) == number}
+
+
+def _only(lists: dict[str, list[Any]], kept: Sequence[int]) -> dict[str, list[Any]]:
+    return {name: [values[index] for index in kept] for name, values in lists.items()}
