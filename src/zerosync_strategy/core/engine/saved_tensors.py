@@ -13,7 +13,7 @@ saved tensor. So they are used only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -110,8 +110,3 @@ def hookable(output: torch.Tensor) -> torch.Tensor:
     """
     base = output._base
     return output if base is None or base.grad_fn is None else base
-
-
-def last_node(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the number of the latest node that has made one of ``tensors``; -1 if none has."""
-    return max((each.grad_fn._sequence_nr() for each in tensors if each.grad_fn is not None), default=-1)

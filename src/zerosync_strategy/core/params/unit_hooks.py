@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, settle
-from zerosync_strategy.core.engine.saved_tensors import SavedTensorHooks, hookable, hooked, last_node, nodes_made
+from zerosync_strategy.core.engine.saved_tensors import SavedTensorHooks, hookable, hooked, nodes_made
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -177,27 +177,29 @@ class UnitHooks:
 
     def _expect_backward(self, call: Call, output: Any) -> bool:
         """Register :meth:`_backward_comes` on the outputs; return whether a backward can reach them."""
-        unit, task = call.unit, torch._C._current_graph_task_id()
-        leaves = _leaves(output)
-        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if call.hooks is None and task == -1 and max(call.nodes, last_node(found) + 1) < nodes_made():
+        unit, task, finds = call.unit, torch._C._current_graph_task_id(), False
+        leaves, nodes = _leaves(output), call.nodes
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                finds = True
+                if (node := leaf.grad_fn) is None or torch._C._are_functorch_transforms_active():
+                    self._kept[unit] = None  # a hook on a leaf would stay there
+                    continue
+                nodes = max(nodes, node._sequence_nr() + 1)
+                hookable(leaf).register_hook(partial(self._backward_comes, call))
+        if call.hooks is None and task == -1 and nodes < nodes_made():
             self.saved_tensors.need()  # what was made after the outputs may have left beside them
             self._kept[unit] = None
-        for leaf in found:
-            if leaf.grad_fn is None or torch._C._are_functorch_transforms_active():
-                self._kept[unit] = None  # a hook on a leaf would stay there
-            else:
-                hookable(leaf).register_hook(partial(self._backward_comes, call))
-        if found and task != -1 and task not in unit.tasks:
+        if finds and task != -1 and task not in unit.tasks:
             self._enter(task, unit, END)
         if (
-            not found
+            not finds
             and task not in unit.tasks
             and _hides(leaves)
             and any(param.requires_grad for param in unit.params)
         ):
             self._kept[unit] = None
-        return bool(found)
+        return finds
 
     # ---- backwards -----------------------------------------------------------------------------------------------
 
