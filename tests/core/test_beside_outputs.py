@@ -117,3 +117,68 @@ def test_what_comes_late_and_leaves_no_trace_is_refused() -> None:
             engine.destroy()
 
     run_ranks(run)
+
+
+class Table(nn.Module):
+    """Learned positions or queries, as Perceiver has them: returned without a computation, in their own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, how: str) -> Any:
+        if how == "halves in a dictionary":
+            return {"halves": list(self.rows.chunk(2))}
+        rows = {"themselves": self.rows, "detached": self.rows.detach(), "transposed": self.rows.t()}
+        return rows[how] if how in rows else self.rows[None].expand(2, -1, -1)
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.table, self.last = nn.Linear(WIDTH, WIDTH), Table(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        rows = self.table(how)
+        if how == "halves in a dictionary":
+            rows = torch.cat(rows["halves"])
+        if how == "transposed":
+            rows = rows.t()
+        return self.last(self.first(x) * rows).square().mean()
+
+
+RETURNED = ["themselves", "detached", "transposed", "halves in a dictionary", "expanded", "under a transform"]
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.off_device("transforms of torch.func"))
+                                 if how == "under a transform" else how for how in RETURNED])  # fmt: skip
+def test_a_unit_may_return_its_parameters_or_views_of_them(how: str) -> None:
+    """They are there for what reads them, and for its backward, also of a second graph; the step frees them."""
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if how != "under a transform":
+            return model(x, how)
+        return model(x, how) + torch.func.jvp(lambda y: model(y, how), (x,), (x,))[1]
+
+    def run() -> tuple[float, int]:
+        net, plain = WithTable(), WithTable()
+        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9))
+        engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9), 3, ZERO)
+        attach(engine)
+        for step in range(STEPS):
+            with torch.no_grad():
+                assert torch.allclose(engine(values(step, 0), how), plain(values(step, 0), how), atol=1e-5)
+            losses = [loss_of(engine, values(2 * step + k, rank())) for k in range(2)]
+            for loss in losses:
+                engine.backward(loss)
+            for k in range(2):
+                oracle.backward(lambda of, step=step, k=k: loss_of(plain, values(2 * step + k, of)))
+            engine.step()
+            oracle.step()
+        left = sum(param.ds_status.name == "AVAILABLE" for param in net.parameters())
+        error = distance(full_parameters(net), full_parameters(plain))
+        engine.destroy()
+        return error, left
+
+    assert run_ranks(run) == [(0.0, 0), (0.0, 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from zerosync_strategy.core.engine.contract import rows
@@ -31,7 +32,7 @@ TRAINING = (
     *rows("training", "torch.autograd.Variable", "_execution_engine"),
     *rows("training", "torch.Tensor", "_version _is_view _base _backward_hooks _post_accumulate_grad_hooks"),
     *rows("training", "torch.UntypedStorage", "_cdata"),
-    *rows("training", "torch._C._functorch", "+is_functorch_wrapped_tensor"),
+    *rows("training", "torch._C._functorch", "+is_functorch_wrapped_tensor +get_unwrapped"),
     *rows("training", "torch.utils._pytree", "+tree_map +tree_leaves"),
     *rows("training", _DISPATCH, """
         +is_traceable_wrapper_subclass _disable_current_modes() _get_current_dispatch_mode_stack() +TorchDispatchMode
@@ -97,3 +98,10 @@ def plain_torch() -> AbstractContextManager[object]:
     if transforms:
         stack.enter_context(torch._C._DisableFuncTorch())
     return stack
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside of what transforms of torch.func have made of it; it has the memory."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor

@@ -17,8 +17,9 @@ the next forward.
 
 The backward hooks are on output tensors, so the graph has no additional nodes. Units stay until another backward has
 ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors with which their backward
-begins, if others may have left beside the outputs, or if their forward runs under a transform of torch.func. A unit
-that is held until the step waits for its runs, once (``cache.py``).
+begins, if others may have left beside the outputs, or if their forward runs under a transform of torch.func. Units
+stay until the step if they have returned their parameters, or views of them. A unit that is held until the step waits
+for its runs, once (``cache.py``).
 
 The units gathered ahead are those that followed in earlier passes (``unit_order.py``), so they agree on all ranks.
 """
@@ -101,6 +102,7 @@ class UnitHooks:
         self.saved_tensors = SavedTensorHooks(engine.module)
         self._count = 0  # calls that have begun, also in backwards
         self._kept: dict[Unit, None] = {}  # a graph may need these at any time, until a backward has ended
+        self._lent: set[Unit] = set()  # others may use the memory of these at any time, until the step
         self._opened, self._closes = 0, INFINITE  # backwards before this window; at its end, as expected
         self._handles: list[Any] = []
         for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
@@ -164,7 +166,10 @@ class UnitHooks:
                     if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                         hookable(leaf).register_hook(partial(self._backward_passes, unit))
         elif unit.params:
-            expects = torch.is_grad_enabled() and self._expect_backward(call, output)
+            leaves = _leaves(output)
+            if unit not in self._lent and unit.is_in(leaves):
+                self._lent.add(unit)
+            expects = torch.is_grad_enabled() and self._expect_backward(call, leaves)
             if not repeats:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
@@ -175,10 +180,10 @@ class UnitHooks:
         if module is self._root and not unit.runs and not repeats:
             self._over(self._forwards)
 
-    def _expect_backward(self, call: Call, output: Any) -> bool:
+    def _expect_backward(self, call: Call, leaves: list[Any]) -> bool:
         """Register :meth:`_backward_comes` on the outputs; return whether a backward can reach them."""
         unit, task, finds = call.unit, torch._C._current_graph_task_id(), False
-        leaves, nodes = _leaves(output), call.nodes
+        nodes = call.nodes
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 finds = True
@@ -327,7 +332,7 @@ class UnitHooks:
                     self._reshard(unit.records)
 
     def _is_used(self, unit: Unit) -> bool:
-        return bool(unit.runs or unit.tasks or unit in self._kept)
+        return bool(unit.runs or unit.tasks or unit in self._kept or unit in self._lent)
 
     def _leave_unused(self, unit: Unit) -> None:
         if not unit.is_claimed or self._is_used(unit):
@@ -355,6 +360,7 @@ class UnitHooks:
         self._leave_tasks()
         self._over(self._forwards)
         self._kept.clear()
+        self._lent.clear()
         expected, self._expected = self._expected, {}
         for unit in self._units:
             if unit.is_claimed:

@@ -22,11 +22,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.parameter_states import MODULE
+from zerosync_strategy.core.engine.torch_internals import untransformed
 from zerosync_strategy.core.engine.transformers import not_split
 
 RUNS = "_zerosync_runs"  # in the __dict__ of a module with parameters: whether a forward that uses them is running
@@ -74,6 +76,21 @@ class Unit:
             if record.watched and record.users == 1:
                 record.writes_at_use = record.writes
             record.param.__class__ = record.own_class
+
+    def is_in(self, outputs: Iterable[Any]) -> bool:
+        """Return whether one of ``outputs`` is a parameter of the unit, which has its values, or shares its memory."""
+        suspects = [
+            output
+            for output in outputs
+            if isinstance(output, torch.Tensor)
+            and (output.grad_fn is None or output._base is not None)  # what has been computed has memory of its own
+            and output.layout is torch.strided
+        ]
+        if not suspects:
+            return False
+        with zero3.as_it_is():
+            memories = {param.untyped_storage()._cdata for param in self.params}
+            return any(untransformed(output).untyped_storage()._cdata in memories for output in suspects)
 
     def begin(self) -> None:
         self.runs += 1
