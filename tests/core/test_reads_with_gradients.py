@@ -102,7 +102,27 @@ class Net(nn.Module):
         return loss - of_loss.norm().detach() / of_judge.norm().detach() * self.judge(y).mean()
 
 
+def transformed(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Gradients of each sample and along a direction, by parameters as they are; and transforms that read them."""
+
+    def call(params: dict[str, Any], of: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net, params, (of, "")).square().mean()
+
+    params = {name: param for name, param in net.named_parameters() if param.requires_grad}
+    last = {"decoder.2.weight": params["decoder.2.weight"]}
+    of_samples = torch.vmap(torch.func.grad(call), (None, 0))(params, x[:, None])
+    ones = {name: torch.ones(param.shape) for name, param in last.items()}
+    _, along = torch.func.jvp(lambda of: call({**params, **of}, x), (last,), (ones,))
+    curvature = torch.func.hessian(lambda of: call({**params, "decoder.2.bias": of}, x))(params["decoder.2.bias"])
+    inside = torch.func.grad(lambda of: (of @ net.decoder[0].weight.t()).square().mean())(x)
+    each = torch.vmap(lambda of: (of @ params["head.weight"].t()).sum())(x)
+    parts = [*of_samples.values(), curvature, inside, each]
+    return along + sum(part.square().mean() for part in parts)
+
+
 def loss_of(model: Any, net: Net, x: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "transforms":
+        return model(x, how).square().mean() + transformed(net, x)
     found = model(x, how)
     if how == "an adaptive weight":
         return found
@@ -120,8 +140,8 @@ def values(step: int, of_rank: int) -> torch.Tensor:
 @OPTIONS
 @pytest.mark.parametrize(
     "how",
-    ["fused", "fused by hand", "fused, gathered", pytest.param("fused by transforms, gathered", marks=OFF_DEVICE),
-     "an adaptive weight", "parametrizations", "merges"],
+    ["fused", "fused by hand", "fused, gathered", "an adaptive weight", "parametrizations", "merges",
+     *(pytest.param(how, marks=OFF_DEVICE) for how in ("fused by transforms, gathered", "fused by transforms", "transforms"))],
 )  # fmt: skip
 def test_it_trains_as_in_plain_torch(how: str, options: dict[str, Any]) -> None:
     def run() -> float:

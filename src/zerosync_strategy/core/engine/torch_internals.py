@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from zerosync_strategy.core.engine.contract import rows
@@ -18,7 +19,7 @@ _DYNAMO = "torch._dynamo.eval_frame"
 TRAINING = (
     *rows("training", "torch._C", """
         _current_graph_task_id _will_engine_execute_node +DisableTorchFunctionSubclass _storage_Use_Count
-        _are_functorch_transforms_active _DisableFuncTorch _len_torch_dispatch_stack
+        _are_functorch_transforms_active _len_torch_dispatch_stack
     """),
     *rows("training", "torch._C", "_host_emptyCache _cuda_getCurrentRawStream", optional=True),  # in builds for a GPU
     *rows("training", "torch._C._autograd", """
@@ -33,6 +34,9 @@ TRAINING = (
     *rows("training", "torch.Tensor", "_version _is_view _base _backward_hooks _post_accumulate_grad_hooks"),
     *rows("training", "torch.UntypedStorage", "_cdata"),
     *rows("training", "torch._C._functorch", "+is_functorch_wrapped_tensor +get_unwrapped"),
+    *rows("training", "torch._functorch.pyfunctorch", "+temporarily_clear_interpreter_stack"),
+    *rows("training", "torch._functorch.eager_transforms", "_wrap_for_grad"),
+    *rows("training", "torch._functorch.vmap", "_add_batch_dim"),
     *rows("training", "torch.utils._pytree", "+tree_map +tree_leaves"),
     *rows("training", _DISPATCH, """
         +is_traceable_wrapper_subclass _disable_current_modes() _get_current_dispatch_mode_stack() +TorchDispatchMode
@@ -89,15 +93,18 @@ def plain_torch() -> AbstractContextManager[object]:
 
     Modes with the attribute ``sees_zerosync`` still see them.
     """
-    transforms = torch._C._are_functorch_transforms_active()
     stack = ExitStack()
     watching = [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "sees_zerosync", False)]
     stack.enter_context(_disable_current_modes())
     for mode in watching:
         stack.enter_context(mode)
-    if transforms:
-        stack.enter_context(torch._C._DisableFuncTorch())
+    stack.enter_context(outside_of_transforms())
     return stack
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """Around operators and autograd functions of our own: hide them from transforms of torch.func."""
+    return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:

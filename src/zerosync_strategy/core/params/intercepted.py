@@ -10,6 +10,7 @@ asks for a shape                     it gets the full shape
 asks for a gradient, a device, ...   DeepSpeed's sharded parameter answers
 differentiates by it                 also by what it has read of it; gradients of all uses add up at the parameter
 reads (``p.norm()``, ``p * 2``)      the values are gathered for this operation; gradients go to the parameter
+gives it to ``torch.func``           the transform gets the values, as a reader
 writes (``p.mul_(2)``, ``init``)     the values are gathered, changed, and written back to this rank's shard
 ``p.data``, ``p.detach()``           an :class:`Alias`, which acts in the same way; once it requires a gradient of its
                                      own, it is an :class:`Unsharded` leaf
@@ -31,7 +32,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zerosync_strategy.core.engine import compilation, zero3
+from zerosync_strategy.core.engine import compilation, patches, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
 from zerosync_strategy.core.params.state_entries import Copied, StateEntry
 from zerosync_strategy.core.params.tensor_functions import (
@@ -293,6 +294,22 @@ class _Operation:
             if storage == memory.full.untyped_storage()._cdata:
                 return unsharded(computed, memory)
         return computed
+
+
+def read_in_transforms() -> None:
+    """Make transforms of torch.func take the values of sharded parameters; they look at no class that intercepts."""
+    patches.wrap(patches.DIFFERENTIATED, _transform)
+    patches.wrap(patches.BATCHED, _transform)
+
+
+def _transform(stock: Callable[..., Any], given: Any, *args: Any) -> Any:
+    if not isinstance(given, _Intercepted):
+        return stock(given, *args)
+    operation = _Operation()
+    try:
+        return stock(operation.operand(given), *args)
+    finally:
+        operation.settle()
 
 
 def _alias(tensor: Any, alias: torch.Tensor) -> Any:

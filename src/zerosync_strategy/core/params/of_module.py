@@ -16,7 +16,7 @@ from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import gather_groups
 from zerosync_strategy.core.params.held import HoldPlan
-from zerosync_strategy.core.params.intercepted import class_at_rest
+from zerosync_strategy.core.params.intercepted import class_at_rest, read_in_transforms
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks
 from zerosync_strategy.core.params.units import Units
@@ -57,6 +57,7 @@ class ModuleParameters:
         module_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
         self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest, config.eager_frames)
+        read_in_transforms()
         self.unshard_on_read = UnshardOnRead(engine, self.values) if config.eager_frames else None
         engine._zerosync_parameters = self
 

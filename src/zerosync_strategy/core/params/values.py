@@ -10,6 +10,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import param_functions, zero3
 from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of
+from zerosync_strategy.core.engine.torch_internals import outside_of_transforms
 from zerosync_strategy.core.failures.errors import HANDLE
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
@@ -123,6 +124,10 @@ class ParameterValues:
 
     def memory(self, param: Any) -> Memory:
         """Return the values of ``param``: its own memory if it is in use, else gathered values. Collective."""
+        with outside_of_transforms():
+            return self._memory(param)
+
+    def _memory(self, param: Any) -> Memory:
         call = self._hooks.call
         # Activation checkpointing may stop a recomputed forward early, without a call of the hook at its end.
         reads: dict[Any, Memory] = {} if call is None or in_backward() else call.reads
@@ -184,7 +189,8 @@ class ParameterValues:
         """Return the values ``full`` of ``param`` as a tensor whose gradient goes to it."""
         self.expect_gradient(param)
         # Gradients add up where graphs meet: for other traces at the placeholder, under ZeRO-3 at the parameter.
-        return _Read.apply(param, full)  # type: ignore[no-untyped-call]
+        with outside_of_transforms():
+            return _Read.apply(param, full)  # type: ignore[no-untyped-call]
 
     def placeholder(self, param: Any) -> torch.Tensor:
         """Return the tensor for ``param`` in graphs: in its shape, without memory, and always the same one.
