@@ -141,7 +141,8 @@ def values(step: int, of_rank: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "how",
     ["fused", "fused by hand", "fused, gathered", "an adaptive weight", "parametrizations", "merges",
-     *(pytest.param(how, marks=OFF_DEVICE) for how in ("fused by transforms, gathered", "fused by transforms", "transforms"))],
+     *(pytest.param(how, marks=OFF_DEVICE)
+       for how in ("fused by transforms, gathered", "fused by transforms", "transforms"))],
 )  # fmt: skip
 def test_it_trains_as_in_plain_torch(how: str, options: dict[str, Any]) -> None:
     def run() -> float:
