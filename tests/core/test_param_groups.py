@@ -60,6 +60,8 @@ def test_groups_have_the_modules_parameters(stage: int) -> None:
             for param in given():
                 with pytest.raises(RuntimeError, match=r"param_groups was used between .*full_gradients\(\)"):
                     param.grad.clamp_(-0.01, 0.01)
+                with pytest.raises(RuntimeError, match=r"param_groups was used between"):
+                    param.grad.zero_()
             with zerosync.full_gradients():
                 for param in given():
                     param.grad.mul_(0.5)

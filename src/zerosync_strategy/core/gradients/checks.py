@@ -10,7 +10,8 @@ import torch
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.failures.errors import HANDLE
 
-_KEPT = {"requires_grad_", "detach_", "zero_", "size", "dim", "numel", "is_floating_point"}
+_KEPT = {"requires_grad_", "detach_", "size", "dim", "numel", "is_floating_point"}
+"""Methods that a program may call on what stands for a gradient that has gone: they use no values."""
 
 
 class _Reduced(torch.Tensor):
