@@ -27,6 +27,7 @@ from zerosync_strategy.core.attached.checkpointing import source_of
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
 from zerosync_strategy.core.checkpoints.saves import one_save
+from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import cpu, patches, zero
 from zerosync_strategy.core.engine.checkpoint_files import FrozenStay, loading_without_optimizer, loads_universal
 from zerosync_strategy.core.engine.compat import allow_any_model
@@ -76,6 +77,13 @@ def prepare_process(user: Any = None, nested_init: bool = True) -> None:
     allow_any_model()
     if not nested_init:
         refuse_nested_init()
+
+
+def keep_local_gradients(zerosyncs: Sequence[ZeroSync], wanted: bool) -> None:
+    """Take no backward for the last without a promise, if local gradients are ``wanted`` on some rank. Collective."""
+    if largest([int(wanted)], None)[0]:
+        for zerosync in zerosyncs:
+            zerosync.window.last.expect_none()
 
 
 def prepare_device(device_type: str, precision: object = None) -> str:

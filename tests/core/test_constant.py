@@ -44,6 +44,9 @@ def trained(net: nn.Module) -> Iterator[nn.Parameter]:
 data = noise(4, WIDTH)
 
 
+NORM = 48  # bytes of its sum
+
+
 class Pair:
     """An engine and plain torch, trained alike."""
 
@@ -94,7 +97,7 @@ def test_they_are_sent_once(budget: Any) -> None:
                     pass
             pair.step()
             later, floor = sent(pair.zerosync)
-            assert floor == (of_trained + 4 * numel) // 2 and later <= 1.02 * floor
+            assert floor == (of_trained + 4 * numel) // 2 and later <= 1.02 * floor + NORM
         return pair.error()
 
     assert run_ranks(run) == [0.0, 0.0]

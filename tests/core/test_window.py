@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.gradients.last_backward import LastBackward
 from zerosync_strategy.core.gradients.window import Window, WindowState
 
 CLOSED, OPEN, REDUCED = WindowState.CLOSED, WindowState.OPEN, WindowState.REDUCED
@@ -20,7 +21,8 @@ class Notes:
         self.calls: list[str] = []
         self.fail = False
         self.streams = False
-        self.needs_reduce = False
+        self.keeps_some = True
+        self.needs_reduce = self._left = False
 
     def begin_backward(self, last: bool, ready: object = None) -> None:
         self.calls.append("begin" + " last" * last)
@@ -33,11 +35,23 @@ class Notes:
             return True
         return False
 
-    def reduce(self) -> None:
+    def reduce(self, every: bool) -> None:
         if self.fail:
             raise OSError("connection lost")
         self.calls.append("reduce")
         self.needs_reduce = False
+
+    def settle(self, last: LastBackward) -> None:
+        self._left = self.needs_reduce
+
+    def agrees(self, last: LastBackward) -> bool:
+        return True
+
+    def hear(self, last: LastBackward) -> bool:
+        return self._left
+
+    def share_left(self) -> None:
+        self.calls.append("again")
 
     def drop(self) -> None:
         self.calls.append("drop")
@@ -48,12 +62,18 @@ class Notes:
 
 
 def new_window(notes: Notes, overlap_last: bool = True) -> Window:
-    return Window(notes, overlap_last, EngineCounter(), lambda what: contextlib.nullcontext())  # type: ignore[arg-type]
+    last = LastBackward(overlap_last, None)
+    return Window(notes, last, EngineCounter(), lambda what: contextlib.nullcontext())  # type: ignore[arg-type]
+
+
+def begin_step(window: Window) -> None:
+    with window.closing():
+        pass
 
 
 def make(state: WindowState, streams: bool = False) -> tuple[Window, Notes]:
     notes = Notes()
-    notes.streams = streams
+    notes.streams, notes.keeps_some = streams, not streams
     window = new_window(notes)
     if state is not CLOSED:
         backward(window)
@@ -77,10 +97,10 @@ def backward(window: Window) -> None:
         (CLOSED, Window.zero_grad, CLOSED, []),
         (OPEN, backward, OPEN, ["begin"]),
         (OPEN, Window.reduce, REDUCED, ["reduce", "close"]),
-        (OPEN, Window.begin_step, CLOSED, ["reduce", "close"]),
+        (OPEN, begin_step, CLOSED, ["reduce", "close"]),
         (OPEN, Window.zero_grad, OPEN, ["drop"]),
         (REDUCED, Window.reduce, REDUCED, []),
-        (REDUCED, Window.begin_step, CLOSED, []),
+        (REDUCED, begin_step, CLOSED, []),
         (REDUCED, Window.zero_grad, OPEN, ["drop"]),
     ],
 )
@@ -109,7 +129,7 @@ def test_errors() -> None:
         backward(window)
     window, _ = make(CLOSED)
     with pytest.raises(RuntimeError, match="no backward ran since the last optimizer step"):
-        window.begin_step()
+        begin_step(window)
 
 
 def test_failed_backward_and_failed_reduction_drop_the_window() -> None:
@@ -119,7 +139,7 @@ def test_failed_backward_and_failed_reduction_drop_the_window() -> None:
         raise ValueError
     assert (window.state, notes.calls) == (CLOSED, ["begin", "interrupted", "reset"])
     with pytest.raises(RuntimeError, match="The last window was dropped: backward raised ValueError"):
-        window.begin_step()
+        begin_step(window)
 
     window, notes = make(OPEN)
     notes.fail = True
@@ -132,7 +152,7 @@ def test_what_a_backward_streams_is_not_sent_again() -> None:
     window, notes = make(CLOSED, streams=True)
     backward(window)
     backward(window)
-    window.begin_step()
+    begin_step(window)
     assert notes.calls == ["begin", "stream", "begin", "stream", "close"]
     assert (window.backwards, window.reductions, window.early_reductions) == (2, 2, 2)
     window.end_step()
@@ -145,10 +165,10 @@ def test_a_promise_holds_for_one_backward_of_one_window() -> None:
     backward(window)
     backward(window)  # the promise was wrong
     window.expect_last()
-    window.begin_step()
+    begin_step(window)
     window.end_step()
     backward(window)
-    assert notes.calls == ["begin last", "begin", "reduce", "close", "reset_counts", "begin"]
+    assert notes.calls == ["begin last", "begin", "again", "reduce", "close", "reset_counts", "begin"]
 
     window = new_window(notes := Notes(), overlap_last=False)
     window.expect_last()
@@ -162,15 +182,15 @@ def test_a_wrong_promise_costs_a_reduction(backwards: int) -> None:
     window.expect_last()
     for _ in range(backwards):
         backward(window)
-    window.begin_step()
+    begin_step(window)
     assert (window.reductions, window.early_reductions) == (backwards, backwards)
 
 
-def test_after_zero_grad_nothing_is_sent() -> None:
+def test_after_zero_grad_zeros_are_sent() -> None:
     window, notes = make(OPEN)
     window.zero_grad()
-    window.begin_step()  # the step is made with zeros; no rank has anything to wait for
-    assert notes.calls == ["drop", "close"]
+    begin_step(window)  # other ranks may have gradients
+    assert notes.calls == ["drop", "reduce", "close"]
 
 
 @torch.enable_grad()

@@ -69,12 +69,23 @@ class WholeLoader(PositionedLoader):
 
 
 class Module(LightningModule):
-    """Automatic optimization; tests subclass it for anything else."""
+    """Automatic optimization; tests subclass it for anything else.
+
+    Attributes:
+        says_more: under manual optimization, the first backward is said not to be the last.
+    """
+
+    says_more = True
 
     def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer] = sgd) -> None:
         super().__init__()
         self.net = network()
         self.make_optimizer = optimizer
+
+    def on_train_start(self) -> None:
+        if self.says_more and not self.automatic_optimization:
+            for zerosync in getattr(self.trainer.strategy, "zerosyncs", ()):
+                zerosync.window.expect_last(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = loss_of(self.net, batch)

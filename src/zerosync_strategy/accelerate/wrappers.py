@@ -144,8 +144,8 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         if scale_wrt_gas:
             loss = loss / self.gradient_state.num_steps
         self._accumulates |= not sync_gradients
-        if self._accumulates and sync_gradients:
-            self.zerosync.window.expect_last()
+        if self._accumulates:
+            self.zerosync.window.expect_last(sync_gradients)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         self.place.backward_ended(sync_gradients)
         if sync_gradients and self.place.on_backward:

@@ -168,6 +168,8 @@ def let_modules_zero() -> None:
 def _zero_grad(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def zero_grad(module: Any, *args: Any, **kwargs: Any) -> None:
+        for attached in list(AttachedEngine.all):
+            attached.parts.window.changes.show_all()
         with zero3.as_it_is():
             stock(module, *args, **kwargs)
         params = set(map(id, module.parameters()))

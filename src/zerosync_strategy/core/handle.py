@@ -131,13 +131,16 @@ class ZeroSync:
 
         They are in ``param.grad`` if :attr:`keeps_gradients`. Outside of this context, ZeRO-3's parameters have an
         empty shape, so torch refuses an assignment to ``param.grad``.
+
+        Raises:
+            RuntimeError: they are reduced already, by a backward that was taken for the last of its window.
         """
         with self._while_attached("local_gradients()").pending.local_gradients():
             yield
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether a backward leaves this rank's gradients in ``param.grad``, unless promised to be the window's last.
+        """Whether a backward leaves this rank's gradients in ``param.grad``, unless taken for the window's last.
 
         ``False`` with ``coalesce=False``, a ``grad_memory_budget`` that they exceed, or accumulation in another dtype.
         """

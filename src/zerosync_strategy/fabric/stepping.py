@@ -36,8 +36,8 @@ class BackwardSync:
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Suppress nothing. With ``enabled=False``, the next backward is the last, so it may reduce while it runs."""
         zerosync = frontend.handle_of(unwrap_prepared(module))
-        if zerosync is not None and not enabled:
-            zerosync.window.expect_last()
+        if zerosync is not None:
+            zerosync.window.expect_last(not enabled)
         return nullcontext()
 
 

@@ -43,6 +43,9 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
     ) -> None:
         """Run the backward of all engines by the first one, whose hooks gather the parameters."""
         zerosyncs = model.trainer.strategy.zerosyncs  # type: ignore[attr-defined]
+        if model.automatic_optimization and self._closing is None:
+            for zerosync in zerosyncs:
+                zerosync.window.expect_last(False)
         with ExitStack() as stack:
             if len(zerosyncs) > 1:
                 for zerosync in zerosyncs:

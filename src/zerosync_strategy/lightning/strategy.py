@@ -32,7 +32,7 @@ from .engines import (
     remove_others,
     verified_together,
 )
-from .hooks import check_local_gradients, overridden_hooks
+from .hooks import AFTER_BACKWARD, check_local_gradients, overridden_hooks
 from .library import (
     PACKAGE,
     DeepSpeedPrecision,
@@ -216,6 +216,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             self._adopt_configured_schedulers()
         _engines[model] = [weakref.ref(zerosync.engine) for zerosync in self.zerosyncs]
         check_local_gradients(self.lightning_module.trainer, self.zerosyncs, self.gradient_hooks)
+        if not self.lightning_module.automatic_optimization:
+            frontend.keep_local_gradients(self.zerosyncs, AFTER_BACKWARD in self.gradient_hooks)
 
     def _check_precision(self) -> None:
         assert isinstance(self.config, dict)

@@ -30,6 +30,7 @@ from zerosync_strategy.version import __version__
 
 _VERSION = "zerosync_version"  # of the ZeroSync that saved a checkpoint
 _COHORTS = "zerosync_cohorts"  # the state of Stepper
+_LAST = "zerosync_last_backward"  # the state of LastBackward
 
 
 @contextmanager
@@ -55,7 +56,8 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
 def client_state(attached: AttachedEngine) -> dict[str, Any]:
     """Return ZeroSync's entries for the client state of a checkpoint. Collective."""
     cohorts = attached.stepper.state(attached.parts.names, zero.data_parallel_group(attached.parts.engine.optimizer))
-    return {_VERSION: __version__} | ({_COHORTS: cohorts} if cohorts else {})
+    last = attached.parts.window.last.state()
+    return {_VERSION: __version__, _LAST: last} | ({_COHORTS: cohorts} if cohorts else {})
 
 
 @contextmanager
@@ -163,7 +165,9 @@ def _trained() -> set[torch.nn.Parameter]:
 def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:
     """Remove the entries of :func:`client_state` from ``state``, and load them."""
     state.pop(_VERSION, None)
-    cohorts = state.pop(_COHORTS, [])
+    cohorts, last = state.pop(_COHORTS, []), state.pop(_LAST, None)
+    if last is not None:  # so that a run that goes on reduces in the same backwards
+        attached.parts.window.last.load(last)
     if optimizer_states:
         attached.stepper.load(cohorts, attached.parts.names)
 

@@ -21,6 +21,7 @@ from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weight
 from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
+from zerosync_strategy.core.budgets.bound import bounded
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology
@@ -34,6 +35,7 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.buckets import keep_freed_memory
 from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradients
+from zerosync_strategy.core.gradients.last_backward import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
@@ -86,11 +88,15 @@ class AttachedEngine:
         self._rank_status = rank_status()
         names = {param: name for name, param in engine.module.named_parameters()}
         group = zero.data_parallel_group(engine.optimizer)
+        config = bounded(engine, config, dist.get_world_size(group))
         messages, topology = messages_of(group, engine.device), Topology(config.node_size, group)
         shards: Any = (PerParamShards if zero.stage(engine) == 3 else FlatShards)(engine, config, topology, whole)
         reducer = Reducer(shards, config, names, messages, lambda: self.parameters.first_uses())
         traffic, changes = EngineCounter(topology), LocalChanges(reducer.params, names)
-        window = Window(reducer, config.overlap_last, traffic, self.activity, self._backward_begins, changes)
+        last = LastBackward(config.overlap_last, engine.gradient_accumulation_steps())
+        if not shards.computes_norm and zero.stage(engine) < 3:
+            last.expect_none()  # where DeepSpeed computes no norm, the host waits for nothing
+        window = Window(reducer, last, traffic, self.activity, self._backward_begins, changes)
         compilation.keep_out_of_graphs(window.added)
         edits, pending = MasterWeights(shards.streams), (engine, reducer, window, self.activity, traffic.apart)
         statistics = RunningStatistics(engine.module, group, traffic)
@@ -192,11 +198,11 @@ class AttachedEngine:
     # ---- backward ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def backward(self, is_boundary: bool) -> Iterator[None]:
-        """Around ``engine.backward``; ``is_boundary``: by DeepSpeed's own accumulation, a step follows."""
+    def backward(self, is_last: bool | None) -> Iterator[None]:
+        """Around ``engine.backward``; ``is_last``: by DeepSpeed's own accumulation; ``None``: it does not say."""
         with self.parameters.backward():
-            if is_boundary:
-                self.parts.window.expect_last()
+            if is_last is not None:
+                self.parts.window.expect_last(is_last)
             with self.activity(Doing.BACKWARD), self.parts.window.engine_backward():
                 yield
 
@@ -237,10 +243,10 @@ class AttachedEngine:
                 self.guards.check_every_gradient()
             with self.activity(Doing.REDUCTION):
                 parameters.before_reduction()
-                window.begin_step()
-            self.guards.window_closed()
-            self.meter.step_begins()
-            parameters.before_update()
+                with window.closing():
+                    self.guards.window_closed()
+                    self.meter.step_begins()
+                    parameters.before_update()
             try:
                 with phase("step"), parameters.updating(), self.stepper.stepping():
                     yield

@@ -15,7 +15,7 @@ from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.failures.doing import Cause, Departure
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.of_module import ModuleParameters
-from zerosync_strategy.core.report import StepReport
+from zerosync_strategy.core.report import StepReport, size_text
 
 _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_host_bytes", "loaded_bytes")
 
@@ -95,6 +95,15 @@ class StepMeter:
     def compiling(self) -> None:
         """Stop counting gathers: DeepCompile's graphs do not count them."""
         self._counts_gathers = False
+
+    def memory(self) -> str:
+        """Return in words what this engine has held since the last step, and what lowers it; for an error."""
+        held = [f"{size_text(self._parts.reducer.local.peak_bytes)} of unreduced gradients (coalesce=False, or a"]
+        held[0] += " grad_memory_budget, lets less stay)"
+        if self._of_module is not None:
+            peak = self._of_module.scheduler.issuing.unsharded.peak
+            held.append(f"{size_text(peak)} of gathered parameters (param_memory_budget holds less)")
+        return f"Since the last step, ZeroSync has held up to {' and '.join(held)}."
 
     # ---- progress of the engine ----------------------------------------------------------------------------------
 

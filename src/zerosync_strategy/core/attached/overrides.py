@@ -36,10 +36,11 @@ class EngineOverrides(ModeOverrides):
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         engine: Any = self
-        is_boundary = engine.gradient_accumulation_steps() > 1 and engine.is_gradient_accumulation_boundary()
+        accumulates = engine.gradient_accumulation_steps() > 1
+        is_last = engine.is_gradient_accumulation_boundary() if accumulates else None
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed needs a graph
-        with self._zerosync_attached.backward(is_boundary):
+        with self._zerosync_attached.backward(is_last):
             return super().backward(loss, *args, **kwargs)
 
     def _backward_prologue(self) -> None:
@@ -66,7 +67,8 @@ class EngineOverrides(ModeOverrides):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Around backwards, which send nothing anyway. Legal on every stage; a step inside is illegal."""
-        with self._zerosync_attached.guards.postponing_step("no_sync()"):
+        attached = self._zerosync_attached
+        with attached.guards.postponing_step("no_sync()"), attached.parts.window.last.more_follow():
             yield
 
     @contextmanager

@@ -67,6 +67,7 @@ class Record:
         values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the classes of the parameter; equal without ``values``.
         placeholders: stand for it in graphs, by whether they need a gradient.
+        changes: knows whether gradients of its engine have gone (``gradients/checks.py``); ``None``: none ever has.
     """
 
     def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
@@ -91,6 +92,7 @@ class Record:
         self.own_class = self.class_at_rest = type(param)
         self.version = self.writes_at_use = -1  # version when values and shards were equal; writes when modules began
         self.placeholders: dict[bool, torch.Tensor] = {}
+        self.changes: Any = None
         if not _statuses:
             _statuses.update((status.name, status) for status in type(param.ds_status))
         param._zerosync_record = self

@@ -9,7 +9,7 @@ and receives gradients by the hooks that DeepSpeed sets on each of them.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,11 +108,9 @@ class _ParamGroupsOverrides(Stock):
         return groups_of(super().param_groups, self._zerosync_groups)
 
 
-def groups_of(
-    groups: Sequence[Any], params: Sequence[Sequence[nn.Parameter]], read: Callable[[], object] = lambda: None
-) -> list[Any]:
-    """Return DeepSpeed's ``groups`` with the module's ``params``, by group; ``read`` is called when these are read."""
-    return [_Group(group, of_group, read) for group, of_group in zip(groups, params, strict=True)]
+def groups_of(groups: Sequence[Any], params: Sequence[Sequence[nn.Parameter]]) -> list[Any]:
+    """Return DeepSpeed's ``groups`` with the module's ``params``, by group."""
+    return [_Group(group, of_group) for group, of_group in zip(groups, params, strict=True)]
 
 
 def shows_parameters(groups: Sequence[Any]) -> bool:
@@ -123,15 +121,12 @@ def shows_parameters(groups: Sequence[Any]) -> bool:
 class _Group(UserDict[str, Any]):
     """One of DeepSpeed's parameter groups, with other ``params``; all else is read from and written to the group."""
 
-    def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter], read: Callable[[], object]) -> None:
+    def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:
         self.data = group
-        self._params, self._read = params, read
+        self._params = params
 
     def __getitem__(self, key: str) -> Any:
-        if key != "params":
-            return super().__getitem__(key)
-        self._read()
-        return self._params
+        return self._params if key == "params" else super().__getitem__(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":

@@ -218,6 +218,11 @@ def offloads(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
+def computes_norm(optimizer: Any) -> bool:
+    """Return whether the next step computes the norm of the gradients, as it does unless it is told not to."""
+    return bool(getattr(optimizer, deepspeed_internals.COMPUTES_NORM.name, True))
+
+
 def swap_clip_norm(optimizer: Any, norm: float) -> float:
     """Set the gradient norm to which ``optimizer`` clips, 0 for no clipping; return the previous one.
 

@@ -159,21 +159,24 @@ def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
     return [param for param in params if any(getattr(param, mark, False) for mark in marks)]
 
 
-def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor:
+def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]], said: torch.Tensor) -> torch.Tensor:
     """Return the L2 norm of all ranks' gradients, times the loss scale; infinity if it is not finite. Collective.
 
-    ``shards``: by group, the parts of this rank's gradient shard that it counts.
+    ``shards``: by group, the parts of this rank's gradient shard that it counts. The sums of ``said`` over the
+    data-parallel ranks follow the norm, all in fp64.
     """
     from deepspeed import comm
 
-    squares = torch.stack([sum_of_squares(parts) for parts in shards])
-    comm.all_reduce(squares, group=optimizer.dp_process_group)
+    squares = [sum_of_squares(parts) for parts in shards]
+    summed = torch.cat([torch.stack(squares), said.to(squares[0].device)])
+    comm.all_reduce(summed, group=optimizer.dp_process_group)
+    squares, said = summed.split([len(squares), len(said)])
     optimizer._model_parallel_all_reduce(squares, comm.ReduceOp.SUM)
     by_group = list(squares.sqrt().float())
     if optimizer.has_moe_layers:
         optimizer._average_expert_grad_norms(by_group)
     norm = torch.stack(by_group).norm()
-    return torch.where(norm.isfinite(), norm, torch.inf)
+    return torch.cat([torch.where(norm.isfinite(), norm, torch.inf).double().view(1), said])
 
 
 class _Elsewhere:

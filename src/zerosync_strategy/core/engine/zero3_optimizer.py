@@ -93,18 +93,19 @@ def is_model_parallel(optimizer: Any) -> bool:
     return optimizer.model_parallel_group is not None
 
 
-def norm_of_shards(optimizer: Any) -> torch.Tensor:
+def norm_of_shards(optimizer: Any, said: torch.Tensor) -> torch.Tensor:
     """Return the norm of the gradients that were handed over; infinity if it is not finite. Collective.
 
-    The data-parallel ranks together have each element of the model once, over whichever of them it is sharded.
+    The data-parallel ranks together have each element of the model once, over whichever of them it is sharded. The sums
+    of ``said`` over them follow the norm, all in fp64.
     """
     from deepspeed import comm
 
     shards = [shard for of_group in optimizer.averaged_gradients.values() for shard in of_group]
-    square = sum_of_squares(shards)
-    comm.all_reduce(square, group=optimizer.dp_process_group)
-    norm = square.sqrt().float()
-    return torch.where(norm.isfinite(), norm, torch.inf)
+    summed = torch.cat([sum_of_squares(shards).view(1), said])
+    comm.all_reduce(summed, group=optimizer.dp_process_group)
+    norm = summed[:1].sqrt().float()
+    return torch.cat([torch.where(norm.isfinite(), norm, torch.inf).double(), summed[1:]])
 
 
 def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

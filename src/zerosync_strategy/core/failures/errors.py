@@ -56,3 +56,10 @@ def is_communication_error(error: BaseException) -> bool:
 def in_words(error: BaseException) -> str:
     """Return the type and text of ``error``; for a :class:`CheckpointError` only the text."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add ``note`` to the text of ``error``, once: contexts within each other see the same error."""
+    if not getattr(error, "_zerosync_noted", False):
+        error.args = (f"{error}\n{note}", *error.args[1:])
+        error._zerosync_noted = True  # type: ignore[attr-defined]

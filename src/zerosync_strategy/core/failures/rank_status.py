@@ -18,12 +18,13 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.comm.collectives import timeout_of
 from zerosync_strategy.core.failures import watch
-from zerosync_strategy.core.failures.errors import RankError, is_communication_error
+from zerosync_strategy.core.failures.errors import RankError, add_note, is_communication_error
 from zerosync_strategy.core.failures.inquiry import Inquiries
 from zerosync_strategy.core.failures.rank_state import Phase, RankState, frame_of, observe
 from zerosync_strategy.core.failures.watch import HangWatch
@@ -78,6 +79,8 @@ class RankStatus:
         """Record an ``error`` in ``what``; a communication error is raised as a ``RankError``."""
         if isinstance(error, RankError) or not isinstance(error, Exception):
             return
+        if isinstance(error, torch.OutOfMemoryError) and (progress := self._progress()) is not None:
+            add_note(error, progress.memory())
         if is_communication_error(error):
             message = self.describe(str(what), error)
             self.record_failure(f"lost the other ranks in {what}")

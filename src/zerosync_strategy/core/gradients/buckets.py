@@ -24,7 +24,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.waits import OfReduction
 from zerosync_strategy.core.engine import patches, zero, zero3
 from zerosync_strategy.core.engine.zero import in_runs
-from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, ShardLayout
+from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling, ShardLayout
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed
@@ -210,10 +210,8 @@ class GradientBucket:
             self._below.take_head(memory[:head])
         if self.placement.is_empty:
             return
-        memory = memory[head:]
-        if factor != 1.0:  # not in place if a single gradient is sent unpacked: the program may share its memory
-            memory = memory.mul_(factor) if len(gradients) > 1 else memory.mul(factor)
-        yield from self.placement.inputs(memory, self._chunk_width, self.nodes)
+        scaling = Scaling(factor, is_packed=len(gradients) > 1)
+        yield from self.placement.inputs(memory[head:], self._chunk_width, self.nodes, scaling)
 
     # ---- in two levels ---------------------------------------------------------------------------------------------
 

@@ -8,28 +8,9 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.failures.errors import HANDLE
-
-_KEPT = {"requires_grad_", "detach_", "size", "dim", "numel", "is_floating_point"}
-"""Methods that a program may call on what stands for a gradient that has gone: they use no values."""
-
-
-class _Reduced(torch.Tensor):
-    """In place of a gradient that the window has reduced: whatever a program does with it is an error."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in _KEPT or name == "__get__":
-            with zero3.as_it_is():
-                result = func(*args, **(kwargs or {}))
-            if result is args[0] or not isinstance(result, torch.Tensor):
-                return result
-        raise RuntimeError(
-            "The gradient of a parameter in optimizer.param_groups was used between backward and step, and it has been"
-            " reduced already, into ZeRO's shards. Use it inside 'with zerosync.full_gradients():', where it is the"
-            f" average of all ranks. ({HANDLE}.)"
-        )
+from zerosync_strategy.core.failures.reduced_gradient import forget_stand_ins, showing, stock_of
 
 
 class LocalChanges:
@@ -37,39 +18,52 @@ class LocalChanges:
 
     Local gradients are this rank's own. Plain data parallelism would show averages, so a norm or a clamp of them would
     be wrong.
+
+    Attributes:
+        gone: a backward has reduced gradients; to use one that is not on its parameter is an error.
     """
 
     def __init__(self, params: Iterable[Any], names: Mapping[Any, str]) -> None:
         self._params = list(params)
         self._names = names
         self._seen: list[tuple[Any, torch.Tensor, int]] = []
-        self._marked: list[Any] = []
+        self._linked = False  # records of sharded parameters know this object
+        self.gone = False
 
-    def mark(self) -> None:
-        """Until the next check, make it an error to use a gradient that has gone from its parameter."""
-        self._unmark()
-        with zero3.as_it_is():
-            self._marked = [param for param in self._params if param.requires_grad and param.grad is None]
-            with zero3.in_full_shapes(self._marked):
-                for param in self._marked:
-                    param.grad = param.new_zeros(()).expand(param.shape).as_subclass(_Reduced)
+    def note(self, reduced: bool) -> None:
+        """Record the current gradients and their versions as correct; ``reduced``: the others are in the shards.
 
-    def _unmark(self) -> None:
-        with zero3.as_it_is():
-            for param in self._marked:
-                if isinstance(param.grad, _Reduced):
-                    param.grad = None
-        self._marked = []
-
-    def note(self) -> None:
-        """Record the current gradients and their versions as correct."""
-        self._unmark()
+        Until the next check, it is then an error to use one of these.
+        """
+        self.show_all()
         with zero3.as_it_is():
             self._seen = [(param, grad, grad._version) for param in self._params if (grad := param.grad) is not None]
+            if not reduced:
+                return
+            self.gone = True
+            if not self._linked:
+                self._link()
+            for param in self._params:
+                if param.grad is None:
+                    param.__class__ = showing[param.__class__]
+
+    def _link(self) -> None:
+        self._linked = True
+        for param in filter(zero3.is_sharded, self._params):
+            record_of(param).changes = self
+
+    def show_all(self) -> None:
+        """Show gradients as they are."""
+        if not self.gone:
+            return
+        self.gone = False
+        forget_stand_ins()
+        for param in self._params:
+            param.__class__ = stock_of[param.__class__]
 
     def check(self, but: Any = None) -> None:
         """Raise if a gradient has changed since :meth:`note`, except that of ``but``. It may be set to ``None``."""
-        self._unmark()
+        self.show_all()
         seen, self._seen = self._seen, []
         with zero3.as_it_is():
             now_of = [param.grad for param, _, _ in seen]
@@ -89,5 +83,5 @@ class LocalChanges:
                 )
 
     def reset(self) -> None:
-        self._unmark()
+        self.show_all()
         self._seen = []

@@ -12,10 +12,10 @@ import torch
 
 
 class ItemCount:
-    """Number of items of one window on this rank; used with ``loss_reduction`` = ``"sum"``."""
+    """Number of items of one window on this rank; where :attr:`counts`: ``loss_reduction`` is ``"sum"``."""
 
     def __init__(self, loss_reduction: str) -> None:
-        self._counts = loss_reduction == "sum"
+        self.counts = loss_reduction == "sum"
         self._items: float | torch.Tensor | None = None
 
     def add(self, items: float | torch.Tensor, divided_by: float) -> None:
@@ -24,7 +24,7 @@ class ItemCount:
         ``items`` is a number, or a tensor of one element on any device, for which the host does not wait. Raises a
         ``ValueError`` if the tensor has another size, if the number is negative or not finite, or if losses are means.
         """
-        if not self._counts:  # an option, the same on all ranks: otherwise only some would communicate in total()
+        if not self.counts:  # an option, the same on all ranks: otherwise only some would communicate in total()
             raise ValueError(
                 "mean_over() was called where losses are means over their items. Let them be sums, and attach with the"
                 " option loss_reduction='sum' on every rank."
@@ -48,7 +48,7 @@ class ItemCount:
         """
         from deepspeed import comm
 
-        if not self._counts:
+        if not self.counts:
             return None
         if self._items is None:
             raise RuntimeError(

@@ -27,6 +27,7 @@ from zerosync_strategy.core.gradients.placement import (
     Placement,
     Read,
     ReduceScatterInput,
+    Scaling,
     ShardLayout,
     with_zeros,
 )
@@ -214,12 +215,14 @@ class OwnedPlacement(Placement):
             self._layout.gradient_in(flat, param).copy_(self._layout._of(shard, param), non_blocking=True)
         return self._layout.give(flat, self.params, tag, label)
 
-    def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
+    def inputs(
+        self, memory: torch.Tensor, most: int, nodes: Nodes | None, scaling: Scaling
+    ) -> Iterator[ReduceScatterInput]:
         layout, numel = self._layout, most * self._layout.world_size
         spans = self._rows if nodes is None else self._places
         own = self._rows.get(layout.rank, (0, 0))[0]
         for first in range(0, len(memory), numel):
-            chunk = memory[first : first + numel].to(layout.dtype)
+            chunk = scaling.of(memory[first : first + numel], layout.dtype)
             begin, end = (min(max(bound - own, 0), self.width) for bound in (first, first + len(chunk)))
             yield ReduceScatterInput(_rows_in(chunk, first, spans), Part(self.offset + begin, end - begin, first))
 

@@ -55,6 +55,7 @@ class ReductionPipeline:
         begun: the collectives begun in this window, for ranks that abort it.
         sent_floor: the minimum that one rank sends for these reductions. :meth:`Reducer.reset_counts` resets it.
         closes: reductions that are launched now also run between nodes.
+        passes: begun in this window, for its end too; part of the tag.
         windows_closed: part of the tag of messages, the same on every rank (W4).
         abandoned: reductions of dropped windows. Nothing waits for them, but their memory must outlive them.
     """
@@ -65,21 +66,22 @@ class ReductionPipeline:
         self.begun = BegunCollectives(layout.process_group for layout in shards.layouts)
         self.sent_floor = Sent()
         self.closes = False
+        self.passes = 0
         self.windows_closed = 0
         self.abandoned: list[InFlight] = []
         self._in_flight: deque[_InFlight] = deque()
         self._kept: deque[_Kept] = deque()
-        self._streaming_backwards = 0
         self._shards_ready = False  # allocated; the parts of reduced buckets hold gradients of this window
 
     def backward_begins(self) -> None:
         """Prepare for a backward that streams."""
         self.begun.expect()
-        self._streaming_backwards += 1
+        self.passes += 1
 
     def close_begins(self) -> None:
         """Prepare for the reduction of the rest of the window."""
         self.begun.expect()
+        self.passes = max(self.passes, 1)  # as on ranks that have begun the same pass in a backward
         self.closes = True
 
     def closed(self) -> None:
@@ -87,7 +89,7 @@ class ReductionPipeline:
         self.abandoned = [reduction for reduction in self.abandoned if not reduction.is_over]
         self._shards_ready = False
         self.windows_closed += 1
-        self._streaming_backwards = 0
+        self.passes = 0
         self.begun.close()
 
     def drop(self) -> None:
@@ -174,7 +176,7 @@ class ReductionPipeline:
 
     def _how(self, bucket: GradientBucket) -> Summing:
         # The tag keeps messages of an aborted backward, or of a rank that disagrees, out of other reductions.
-        tag = self.windows_closed % 2**16 * 2**8 + self._streaming_backwards % 2**8
+        tag = self.windows_closed % 2**16 * 2**8 + self.passes % 2**8
         return Summing(self._ordered, tag, self._local.empty, bucket.label)
 
     def _reduce(self, bucket: GradientBucket, rows: Any, part: Part) -> None:

@@ -114,6 +114,22 @@ class ReduceScatterInput(NamedTuple):
     part: Part
 
 
+class Scaling(NamedTuple):
+    """The factor for what is sent, chunk by chunk. ``is_packed``: in memory that is not a gradient's own."""
+
+    factor: float
+    is_packed: bool
+
+    def of(self, chunk: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``chunk`` times the factor, in ``dtype``; multiplied in the wider one."""
+        is_packed = self.is_packed
+        if dtype.itemsize > chunk.dtype.itemsize:
+            chunk, is_packed = chunk.to(dtype), True
+        if self.factor != 1.0:  # a program may share the memory of a gradient
+            chunk = chunk.mul_(self.factor) if is_packed else chunk.mul(self.factor)
+        return chunk.to(dtype)
+
+
 class Placement(ABC):
     """Where the gradients of one bucket belong.
 
@@ -141,8 +157,10 @@ class Placement(ABC):
         """
 
     @abstractmethod
-    def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
-        """Cut ``memory``, flat and packed, into inputs of at most ``most`` elements per rank on average.
+    def inputs(
+        self, memory: torch.Tensor, most: int, nodes: Nodes | None, scaling: Scaling
+    ) -> Iterator[ReduceScatterInput]:
+        """Cut ``memory``, flat and packed, into scaled inputs of at most ``most`` elements per rank on average.
 
         They are reduced within and between ``nodes``; if ``None``, over all ranks at once.
         """
@@ -173,12 +191,17 @@ class RowPlacement(Placement):
         """Return whether ``pieces``, the flat gradients, are a single one that has the matrix's memory layout."""
         return len(pieces) == 1 and len(pieces[0]) == self._layout.world_size * self.width
 
-    def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
-        rows = memory.view(self._layout.world_size, self.width)
+    def inputs(
+        self, memory: torch.Tensor, most: int, nodes: Nodes | None, scaling: Scaling
+    ) -> Iterator[ReduceScatterInput]:
         for first in range(0, self.width, most):
-            columns = rows[:, first : first + most]
+            columns = self._columns(memory, first, min(most, self.width - first))
             part = Part(self.offset + first, columns.shape[1], first)
-            yield ReduceScatterInput(columns.to(self._layout.dtype), part)
+            yield ReduceScatterInput(scaling.of(columns, self._layout.dtype), part)
+
+    def _columns(self, memory: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """Return ``count`` columns of the matrix from ``first`` on."""
+        return memory.view(self._layout.world_size, self.width)[:, first : first + count]
 
     def reduce(self, rows: torch.Tensor, how: Summing, out: torch.Tensor | None) -> InFlight:
         return reduce_scatter(rows, self._layout.process_group, how, out)

@@ -9,7 +9,7 @@ to the number of parameters, and independent of the number of ranks (H1).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ import torch
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Sent
-from zerosync_strategy.core.comm.streams import HostCopy
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient
 from zerosync_strategy.core.gradients.items import ItemCount
+from zerosync_strategy.core.gradients.last_backward import NUMBERS, LastBackward
+from zerosync_strategy.core.gradients.norm import Norm
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -64,8 +65,7 @@ class Reducer:
             if layout.params and layout.nodes is not None and config.gradients.device is not None:
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
-        self._norm: torch.Tensor | None = None  # once it has been computed
-        self._host_norm = HostCopy(self.streams, 1, torch.float32)
+        self._norm = Norm(shards, NUMBERS)
         self._may_stream = config.gradients.automatic  # the budget may change to one that streams
         self.gradients = [gradient for bucket in self.buckets for gradient in bucket.gradients]
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
@@ -209,7 +209,7 @@ class Reducer:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether a backward leaves every gradient on its parameter, unless promised to be the window's last."""
+        """Whether a backward leaves every gradient on its parameter, unless taken for the window's last."""
         return (
             not self.local.converts
             and not self._may_stream
@@ -217,26 +217,82 @@ class Reducer:
         )
 
     @property
+    def keeps_some(self) -> bool:
+        """Whether some gradients are not in the shards until the window closes."""
+        return any(bucket.level is not Level.SHARD for bucket in self.buckets)
+
+    @property
     def needs_reduce(self) -> bool:
-        """Whether gradients must be reduced before the step; the same on every rank."""
+        """Whether this rank has gradients that are not reduced."""
         return any(bucket.needs_reduce or bucket.node_shard for bucket in self.buckets)
 
     # ---- reduction -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Average the unreduced gradients over the ranks, into the shards. Collective."""
+    def reduce(self, every: bool) -> None:
+        """Average the unreduced gradients over the ranks, into the shards. Collective.
+
+        ``every``: of each bucket that no backward reduces as it goes; another rank may have gradients of it.
+        """
         self.pipeline.close_begins()
         with self.streams.on_reduction_stream():
             for bucket in self.buckets:
-                if bucket.needs_reduce:
+                if bucket.needs_reduce or (every and bucket.level is Level.WHOLE):
                     self.pipeline.launch(bucket)
                 elif bucket.layout.nodes is not None and bucket.node_shard:
                     self.pipeline.launch_between(bucket, bucket.layout.nodes)
             self.pipeline.wait()
 
-    def close(self) -> None:
-        """Hand the complete shards over to the step. Collective where losses are sums."""
+    def settle(self, last: LastBackward) -> None:
+        """Complete the shards, and begin the norm, with what this rank says of its backwards. Collective."""
+        if last.overlaps:
+            self.pipeline.begun.compare_aborted()  # what is sent from here on is not part of an aborted window
+        if not self._asks(last):
+            self._complete_shards()
+        if self._norm_carries(last):
+            self._norm.begin(last.numbers(self.needs_reduce))
+
+    def hear(self, last: LastBackward) -> bool:
+        """Return whether gradients of some rank are not reduced yet, so that all must go on. Collective."""
+        if self._norm_carries(last):
+            return last.hear(self._norm.heard())
+        if not self._asks(last):
+            return False
+        if is_left := last.hear(self._ask(last.numbers(self.needs_reduce))):
+            return is_left
+        self._complete_shards()
+        return False
+
+    def agrees(self, last: LastBackward) -> bool:
+        """Whether ranks say at the step what they have left; else they all have the same."""
+        return self._norm_carries(last) or self._asks(last)
+
+    def _norm_carries(self, last: LastBackward) -> bool:
+        """Whether what ranks say goes with the norm."""
+        return last.overlaps and self.shards.computes_norm and not self.items.counts and self.keeps_some
+
+    def _asks(self, last: LastBackward) -> bool:
+        """Whether what ranks say is a message of its own. A promise makes it needless."""
+        return last.expects and not last.is_promised and self.keeps_some and not self._norm_carries(last)
+
+    def _ask(self, numbers: Sequence[float]) -> list[float]:
+        from deepspeed import comm
+
+        said = torch.tensor(numbers, dtype=torch.float64, device=self.layouts[0].params[0].device)
+        with phase("agreement"):
+            comm.all_reduce(said, group=zero.data_parallel_group(self.optimizer))
+        heard: list[float] = said.tolist()
+        return heard
+
+    def share_left(self) -> None:
+        """Make all ranks reduce the buckets of which some rank has gradients left. Collective."""
+        left = self._ask([bucket.needs_reduce or bool(bucket.node_shard) for bucket in self.buckets])
+        for bucket, is_left in zip(self.buckets, left, strict=True):
+            bucket.needs_reduce = bool(is_left) and (bucket.needs_reduce or not bucket.node_shard)
+        self.pipeline.passes += 1
+
+    def _complete_shards(self) -> None:
+        """Hand the shards over to the step, with zeros where nothing was reduced. Collective where losses are sums."""
         self.streams.wait_for_reductions()
         self.pipeline.release_memory()
         if not self.shards.on_device:
@@ -247,11 +303,15 @@ class Reducer:
                 place = bucket.placement
                 for part in self.shards.parts(bucket.layout, place.offset, place.width):
                     part.zero_()
-            bucket.is_reduced = False
         if self.layouts:
             self._divide_by_items()
         self.shards.hand_over()
         self.norm_changed()
+
+    def close(self) -> None:
+        """End the window, whose shards are complete."""
+        for bucket in self.buckets:
+            bucket.is_reduced = False
         self.pipeline.closed()
 
     @torch.no_grad()
@@ -270,22 +330,11 @@ class Reducer:
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
 
     def norm(self) -> torch.Tensor:
-        """Return the L2 norm of the gradients in the shards, times the loss scale; infinity if it is not finite.
-
-        The same on every rank, and computed once per window. Collective; called after :meth:`close`. On a device with
-        streams, the host waits for the norm here; then its readers do not wait (DeepSpeed reads it up to three times a
-        step).
-        """
-        if self._norm is None:
-            with phase("norm"):
-                self._norm = norm = self.shards.norm()
-                if self.streams.concurrent and not self.streams.is_on_host(norm):
-                    self._host_norm.begin(norm.view(1))
-                    self._norm = self._host_norm.arrived()[0].clone()
-        return self._norm
+        """Return the norm of the gradients in the shards (``norm.py``). Collective; called after :meth:`settle`."""
+        return self._norm.value()
 
     def norm_changed(self) -> None:
-        self._norm = None
+        self._norm.changed()
 
     def reset_counts(self) -> None:
         """Reset the counts of bytes, after the step has used the shards."""

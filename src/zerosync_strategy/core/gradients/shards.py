@@ -82,9 +82,18 @@ class GradientShards(ABC):
     def hand_over(self) -> None:
         """Put the shards where DeepSpeed's step reads them. Sends nothing."""
 
+    @property
     @abstractmethod
-    def norm(self) -> torch.Tensor:
-        """Return the L2 norm of all ranks' shards, times the loss scale; infinity if it is not finite. Collective."""
+    def computes_norm(self) -> bool:
+        """Whether the step computes the norm by one sum over the data-parallel ranks, which may carry numbers."""
+
+    @abstractmethod
+    def norm(self, said: torch.Tensor) -> torch.Tensor:
+        """Return the L2 norm of all ranks' shards, times the loss scale, and the sums of ``said`` over the ranks.
+
+        All in fp64; infinity if the norm is not finite. ``said`` has no elements unless :attr:`computes_norm`.
+        Collective.
+        """
 
     @abstractmethod
     def discard(self) -> None:

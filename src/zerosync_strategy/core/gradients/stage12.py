@@ -145,7 +145,7 @@ class FlatShards(GradientShards):
         return owners
 
     def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
-        if why := _why_stock(self.optimizer):
+        if why := why_stock(self.optimizer):
             if not config.coalesce or config.gradients.device is not None:
                 raise ValueError(
                     "ZeroSync options 'coalesce=False' and 'grad_memory_budget' reduce gradients in parts, for which"
@@ -167,8 +167,12 @@ class FlatShards(GradientShards):
     def hand_over(self) -> None:
         zero12.hand_over_gradients(self.optimizer)
 
-    def norm(self) -> torch.Tensor:
-        return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts))
+    @property
+    def computes_norm(self) -> bool:
+        return zero.computes_norm(self.optimizer)
+
+    def norm(self, said: torch.Tensor) -> torch.Tensor:
+        return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts), said)
 
     def _counted(self, layout: FlatLayout) -> list[torch.Tensor]:
         """Return the parts of this rank's gradient shard that it counts in the norm of all gradients."""
@@ -190,7 +194,7 @@ class FlatShards(GradientShards):
         }
 
 
-def _why_stock(optimizer: Any) -> str:
+def why_stock(optimizer: Any) -> str:
     """Return why each shard must be one piece, as in DeepSpeed's layout; an empty string if it need not be."""
     module = type(optimizer.optimizer).__module__.partition(".")[0]
     if module in _BLOCKWISE:

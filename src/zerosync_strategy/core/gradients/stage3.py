@@ -23,7 +23,14 @@ from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.placement import Read, ReduceScatterInput, RowPlacement, ShardLayout, with_zeros
+from zerosync_strategy.core.gradients.placement import (
+    Read,
+    ReduceScatterInput,
+    RowPlacement,
+    Scaling,
+    ShardLayout,
+    with_zeros,
+)
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -67,22 +74,34 @@ class ColumnPlacement(RowPlacement):
         for param in params:
             assert layout.columns[param] == -(-zero3.full_numel(param) // layout.world_size)
 
-    def inputs(self, memory: torch.Tensor, most: int, nodes: Nodes | None) -> Iterator[ReduceScatterInput]:
+    def inputs(
+        self, memory: torch.Tensor, most: int, nodes: Nodes | None, scaling: Scaling
+    ) -> Iterator[ReduceScatterInput]:
         # Packed gradients are bounded by the size of a bucket; a single parameter may be larger.
-        yield from super().inputs(memory, most if len(self.order) == 1 else self.width, nodes)
+        yield from super().inputs(memory, most if len(self.order) == 1 else self.width, nodes, scaling)
+
+    def _columns(self, memory: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        full, rest = divmod(len(memory), self.width)  # rows
+        if full == self._layout.world_size:
+            return super()._columns(memory, first, count)
+        columns = memory.new_zeros(self._layout.world_size, count)  # a gradient without its padding
+        columns[:full] = memory[: full * self.width].view(full, self.width)[:, first : first + count]
+        last = memory[full * self.width + first : full * self.width + min(first + count, rest)]
+        columns[full, : len(last)] = last
+        return columns
 
     def pack(
         self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
     ) -> torch.Tensor:
-        """Pack as the rows of all ranks, in the dtype of the reduction."""
+        """Pack as the rows of all ranks, in the dtype of the reduction. A single gradient is left as it is."""
         to, shape = self._layout.dtype, (self._layout.world_size, self.width)
         device = self.order[0].device
         found = {gradient.dtype for gradient in gradients if gradient is not None}
         if not found:
             return torch.zeros(shape, dtype=to, device=device).view(-1)
         pieces = with_zeros(self.order, gradients, dtype if found == {dtype} else to)
-        if self._is_packed(pieces):
-            return pieces[0].to(to)
+        if len(pieces) == 1:
+            return pieces[0]
         packed = torch.empty(shape, dtype=to, device=device)
         torch._chunk_cat(pieces, 0, shape[0], out=packed)
         return packed.view(-1)
@@ -151,11 +170,11 @@ class PerParamShards(GradientShards):
 
     def hand_over(self) -> None:
         if not self.whole:
-            zero3_optimizer.hand_over_gradients(self.optimizer, self.params, joined=self._computes_norm)
+            zero3_optimizer.hand_over_gradients(self.optimizer, self.params, joined=self.computes_norm)
             return
         # DeepSpeed gets what this rank counts in the norm. The step reads `owned`.
         by_group = [list(self.owned.values())]
-        if not self._computes_norm:
+        if not self.computes_norm:
             own, nothing = self.own_gradients(), by_group[0][0][:0]
             groups = zero3_optimizer.param_groups(self.optimizer)
             by_group = [[own.get(param, nothing) for param in group] for group in groups]
@@ -174,11 +193,11 @@ class PerParamShards(GradientShards):
         return next(layout for layout in self.layouts if isinstance(layout, OwnedLayout) and param in layout.owners)
 
     @property
-    def _computes_norm(self) -> bool:
+    def computes_norm(self) -> bool:
         """Whether the norm is computed here, from the shards of all ranks, which together have each element once."""
         return self.on_device and not zero3_optimizer.is_model_parallel(self.optimizer)
 
-    def norm(self) -> torch.Tensor:
+    def norm(self, said: torch.Tensor) -> torch.Tensor:
         """Return the norm as the base class says, also where groups of ranks shard parameters (U3).
 
         DeepSpeed computes norms by parameter group, each summed over the ranks that shard the group. Other groups of
@@ -187,20 +206,20 @@ class PerParamShards(GradientShards):
         from deepspeed import comm
 
         optimizer = self.optimizer
-        if self._computes_norm:
-            return zero3_optimizer.norm_of_shards(optimizer)
+        if self.computes_norm:
+            return zero3_optimizer.norm_of_shards(optimizer, said)
         norms = torch.stack([torch.as_tensor(norm) for norm in optimizer.zerosync_stock_norms()])
         # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
         norms = torch.where(norms >= 0, norms, torch.inf)
         if not self.over_groups:
-            return norms.norm()
+            return norms.norm().double().view(1)
         squares = norms.double().square().to(self.params[0].device)  # offloaded, they are on the host
         for index, group in enumerate(zero3_optimizer.param_groups(optimizer)):
             world_size = dist.get_world_size(zero3_optimizer.gradient_group(optimizer, group[0]))
             squares[index] /= zero3_optimizer.averaging_divisor(optimizer, group, world_size)
         total = squares.sum()
         comm.all_reduce(total, group=zero.data_parallel_group(optimizer))
-        return total.sqrt().to(norms)
+        return total.sqrt().to(norms.dtype).double().view(1)
 
     def discard(self) -> None:
         zero3_optimizer.give_gradients(self.optimizer, [])

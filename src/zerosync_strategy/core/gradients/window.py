@@ -3,15 +3,16 @@
 States and transitions (rules W1, W3):
 
 ===========  ====================  ============  ===================  ==================  ============
-state        backward              reduce        begin_step           abort               zero_grad
+state        backward              reduce        closing              abort               zero_grad
 ===========  ====================  ============  ===================  ==================  ============
 ``CLOSED``   -> ``OPEN``           stay          error                stay                stay
 ``OPEN``     stay                  -> REDUCED    reduce, -> CLOSED    drop, -> CLOSED     drop, stay
 ``REDUCED``  error                 stay          -> ``CLOSED``        drop, -> CLOSED     drop, -> OPEN
 ===========  ====================  ============  ===================  ==================  ============
 
-A backward may reduce some gradients while it runs, or all of them if it is known to be the window's last. ``reduce``
-reduces the rest. Only these two communicate. ``abort`` issues no collective, and no finaliser runs a reduction (W3).
+A backward may reduce some gradients while it runs, or all of them if it is taken for the window's last
+(``last_backward.py``). ``reduce`` reduces the rest, and hears whether another rank has more. Only these two
+communicate. ``abort`` issues no collective, and no finaliser runs a reduction (W3).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.buckets import LocalGradient
 from zerosync_strategy.core.gradients.checks import LocalChanges
+from zerosync_strategy.core.gradients.last_backward import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer
 
 
@@ -49,15 +51,6 @@ _ALLOWED = {
 }
 
 
-class _Last(enum.Enum):
-    """What is known of the window's last backward."""
-
-    UNKNOWN = enum.auto()
-    NEXT = enum.auto()  # promised to be the next one
-    RUNNING = enum.auto()  # the running or most recent backward was promised to be the last
-    STREAMED = enum.auto()  # the same, and it reduced gradients while it ran
-
-
 class _Backward(enum.Enum):
     """The running backward."""
 
@@ -70,7 +63,7 @@ class Window:
     """The backwards of one optimizer step of one engine.
 
     Args:
-        overlap_last: reduce during the backward that is promised to be the last.
+        last: which backward is the last, and may reduce while it runs.
         activity: a context around what may communicate; it records what this rank does (W4).
         begins: called when a backward begins; its argument says whether the backward opens the window.
         changes: finds edits of local gradients by the program.
@@ -86,15 +79,14 @@ class Window:
     """
 
     def __init__(
-        self, reducer: Reducer, overlap_last: bool, traffic: EngineCounter,
+        self, reducer: Reducer, last: LastBackward, traffic: EngineCounter,
         activity: Callable[[str], AbstractContextManager[None]], begins: Callable[[bool], None] = lambda _: None,
         changes: LocalChanges | None = None,
     ) -> None:  # fmt: skip
-        self._reducer, self._overlap_last, self._traffic = reducer, overlap_last, traffic
+        self._reducer, self.last, self._traffic = reducer, last, traffic
         self._activity, self._begins = activity, begins
         self.changes = changes or LocalChanges((), {})
         self._state = WindowState.CLOSED
-        self._last = _Last.UNKNOWN
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
         self.backwards = self.reductions = self.early_reductions = self.dropped = self.unused = 0
         self.seconds = 0.0
@@ -219,7 +211,7 @@ class Window:
             )
         self.changes.check(but=None if ready is None else ready.param)
         self._shares = not self._traffic.is_alone
-        is_last = self._last is _Last.NEXT and self._overlap_last
+        is_last = self.last.is_next()
         self._reducer.begin_backward(is_last, ready)  # may raise; then nothing has begun
         self._begins(self._state is WindowState.CLOSED)
         self._enter(WindowState.OPEN)
@@ -228,7 +220,7 @@ class Window:
         self.unused += 1
         self.dropped = 0
         self._aborted = None
-        self._last = _Last.RUNNING if is_last else _Last.UNKNOWN
+        self.last.begin(is_last)
 
     def _end_backward(self) -> None:
         if self._backward is not _Backward.NONE or self._state is not WindowState.OPEN:
@@ -236,10 +228,9 @@ class Window:
         with self._reducing():
             streamed = self._reducer.end_backward()
         self.early_reductions += streamed
-        self.reductions += streamed and self._last is not _Last.STREAMED
-        if streamed and self._last is _Last.RUNNING:
-            self._last = _Last.STREAMED
-        self.changes.note()
+        self.reductions += streamed and not self.last.has_streamed
+        self.last.has_streamed |= streamed and self.last.is_running
+        self.changes.note(reduced=streamed or not self._reducer.keeps_gradients)
 
     @property
     def has_reduced(self) -> bool:
@@ -249,29 +240,50 @@ class Window:
 
     # ---- reduction and step --------------------------------------------------------------------------------------
 
-    def expect_last(self) -> None:
-        """Promise that the next backward is the last of this window, on every rank alike.
+    def expect_last(self, is_last: bool = True) -> None:
+        """Promise that the next backward is the last of this window, or with ``False`` that it is not; on every rank.
 
-        Its gradients are then reduced while it runs. If another backward follows, the result is still right, and its
-        gradients are reduced by themselves.
+        The gradients of the last are reduced while it runs. If another backward follows, the result is still right, and
+        its gradients are reduced by themselves. Without a promise, a window is expected to have as many backwards as
+        the one before.
         """
-        self._last = _Last.NEXT
+        self.last.promise(is_last)
 
     def reduce(self) -> None:
         """Reduce the local gradients and prepare the shards for the step. Collective."""
+        self._begin_reduction()
+        self._end_reduction()
+
+    def _begin_reduction(self) -> None:
+        """Issue the pass, if no backward has begun it, and what ranks say to each other, without waiting for it."""
         self._reset_graphs()
         self.changes.check()
         self._end_backward()
         self.changes.reset()  # drops its references, so that the reduction frees the gradients
+        if self._state is WindowState.OPEN:
+            with self._reducing():
+                if not self.last.began:
+                    self._reduce(every=self.last.overlaps)  # also if zero_grad() has left this rank nothing
+                elif not self._reducer.agrees(self.last):
+                    self._reduce()
+                self._reducer.settle(self.last)
+
+    def _end_reduction(self) -> None:
         if self._state is not WindowState.OPEN:
             return
         with self._reducing():
-            if self._reducer.needs_reduce:
-                self._reducer.reduce()
-                self.reductions += self._last is not _Last.STREAMED  # else part of the pass that the backward began
+            while self._reducer.hear(self.last):
+                self._reducer.share_left()
+                self._reduce()
+                self._reducer.settle(self.last)
             self._reducer.close()
         self._enter(WindowState.REDUCED)
         self.unused = 0
+
+    def _reduce(self, every: bool = False) -> None:
+        if self._reducer.needs_reduce or (every and self._reducer.keeps_some):
+            self._reducer.reduce(every)
+            self.reductions += not self.last.has_streamed  # else part of the pass that the backward began
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
@@ -284,23 +296,28 @@ class Window:
             raise
         self.seconds += time.perf_counter() - began
 
-    def begin_step(self) -> None:
-        """Reduce what is still local and close the window. Called before DeepSpeed's own optimizer step."""
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Reduce what is still local, and close the window at the end. Around what comes before DeepSpeed's step."""
         if self._state is WindowState.CLOSED:
             why = f" The last window was dropped: {self._aborted}." if self._aborted else ""
             raise RuntimeError(
                 f"step() was called, but no backward ran since the last optimizer step.{why} Call backward() on a loss"
                 " that depends on the parameters first, on every rank."
             )
-        self.reduce()
-        self._enter(WindowState.CLOSED)
+        self._begin_reduction()
+        try:
+            yield
+        finally:  # other ranks go on to the end of the reduction
+            self._end_reduction()
+            self._enter(WindowState.CLOSED)
 
     def end_step(self) -> None:
-        """Reset the counts after the step. Separate from ``begin_step``, so that a report can read the counts."""
+        """Reset the counts after the step. Separate from ``closing``, so that a report can read the counts."""
         self.backwards = self.reductions = self.early_reductions = 0
         self.seconds = 0.0
         self._stepped = True
-        self._last = _Last.UNKNOWN
+        self.last.stepped()
         self._reducer.reset_counts()
         self._reset_graphs()
 
@@ -319,6 +336,7 @@ class Window:
         if self._state is WindowState.CLOSED:
             return
         self._reducer.drop()
+        self.last.dropped()
         self._enter(WindowState.OPEN)
         self.backwards = self.unused = 0
 
@@ -347,7 +365,7 @@ class Window:
         self.dropped, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
         self._enter(WindowState.CLOSED)
         self.unused = 0
-        self._last = _Last.UNKNOWN
+        self.last.dropped()
         self._aborted = reason
         self._reducer.reset()
         if self.dropped:  # zero_grad() had not dropped them before

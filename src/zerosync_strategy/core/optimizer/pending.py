@@ -41,8 +41,8 @@ class PendingGradients:
         self._are_shown = False  # in full_gradients(): the step uses the gradients on the parameters
 
     def groups(self, stock: Any) -> Any:
-        """Return DeepSpeed's parameter groups with the module's parameters; to use a gradient that has gone raises."""
-        return stock if shows_parameters(stock) else groups_of(stock, self._groups, self._groups_are_read)
+        """Return DeepSpeed's parameter groups with the module's parameters."""
+        return stock if shows_parameters(stock) else groups_of(stock, self._groups)
 
     @functools.cached_property
     def _groups(self) -> list[list[Any]]:
@@ -50,10 +50,6 @@ class PendingGradients:
         if zero.stage(self._engine) == 3:
             return zero3_optimizer.torch_groups(optimizer)
         return [zero12.params_in_order(optimizer, index) for index, _ in enumerate(optimizer.optimizer.param_groups)]
-
-    def _groups_are_read(self) -> None:
-        if self._window.has_reduced and not self._are_shown:
-            self._window.changes.mark()
 
     def reduce(self) -> None:
         with self._activity(Doing.REDUCTION):
@@ -180,10 +176,16 @@ class PendingGradients:
     @contextmanager
     def local_gradients(self) -> Iterator[None]:
         """Let code read and change local gradients; see :meth:`ZeroSync.local_gradients`."""
+        if self._window.changes.gone and self._reducer.keeps_gradients:
+            raise RuntimeError(
+                "local_gradients() was called after a backward that was taken for the last before the step, and the"
+                " gradients are reduced already. Where more backwards follow, call zerosync.window.expect_last(False)"
+                " before this one; or pass overlap_last=False, with which none is taken for the last."
+            )
         with zero3.in_full_shapes(self._reducer.params):
             yield
         if self._window.state is WindowState.OPEN:
-            self._window.changes.note()
+            self._window.changes.note(reduced=False)
 
     # ---- one gradient, by DeepSpeed's functions (engine/fragments.py) ----------------------------------------------
 
