@@ -210,7 +210,7 @@ def window() -> None:
     picture.line("M250 178H366", arrow=True)
     picture.text(308, 168, "backward", "", "middle")
     picture.line("M370 212H254", arrow=True)
-    picture.text(310, 232, "begin_step,", "", "middle")
+    picture.text(310, 232, "closing,", "", "middle")
     picture.text(310, 248, "abort", "", "middle")
     picture.line("M590 178H706", arrow=True)
     picture.text(648, 168, "reduce", "", "middle")
@@ -219,13 +219,13 @@ def window() -> None:
     picture.line("M450 150C430 80 530 80 510 148", arrow=True)
     picture.text(480, 88, "backward, zero_grad", "", "middle")
     picture.line("M820 236C820 345 140 345 140 240", arrow=True)
-    picture.text(480, 310, "begin_step, abort", "", "middle")
-    picture.text(30, 30, "begin_step comes before the optimizer step. In OPEN, it reduces first.", "small")
+    picture.text(480, 310, "closing, abort", "", "middle")
+    picture.text(30, 30, "closing comes before the optimizer step. In OPEN, it reduces first.", "small")
     picture.text(30, 370, "Dropped by abort and zero_grad, gradients are gone; neither sends anything.", "soft small")
     picture.text(
         30,
         390,
-        "An error: begin_step in CLOSED (no backward ran), and a backward in REDUCED (a step must come first).",
+        "An error: closing in CLOSED (no backward ran), and a backward in REDUCED (a step must come first).",
         "soft small",
     )
     picture.save("window")

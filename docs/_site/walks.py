@@ -36,7 +36,7 @@ GRADIENT = (
     Station("gradients/window.py", "Window.added", "the hook: autograd has added to param.grad", "each gradient"),
     Station("gradients/buckets.py", "GradientBucket.collect", "its memory is counted; it stays there", "each gradient"),
     Station("attached/engine.py", "AttachedEngine.step", "the optimizer step comes to our override", "the step"),
-    Station("gradients/window.py", "Window.begin_step", "the window is to be reduced, and closes", "the step"),
+    Station("gradients/window.py", "Window.closing", "the window is to be reduced, and closes", "the step"),
     Station("gradients/reducer.py", "Reducer.reduce", "what is still local is reduced", "the step"),
     Station("gradients/pipeline.py", "ReductionPipeline.launch", "a few buckets are in flight at a time",
             "each bucket"),

@@ -11,7 +11,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.budgets import bound
+from zerosync_strategy.core.attached import bound
 
 WIDTH, LAYERS, BYTES = 8, 4, 4 * 4 * 8 * 8
 SHARDED = {"stage3_param_persistence_threshold": 0}

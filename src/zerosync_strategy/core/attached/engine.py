@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import PrintedReports
+from zerosync_strategy.core.attached.bound import bounded
 from zerosync_strategy.core.attached.by_name import StatesByName
 from zerosync_strategy.core.attached.flat import FlatParameters, FlatWeights
 from zerosync_strategy.core.attached.guards import Guards
@@ -21,7 +22,6 @@ from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weight
 from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.budgets.bound import bounded
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology

@@ -54,6 +54,7 @@ def stand_in(param: Any) -> torch.Tensor:
 
 
 def forget_stand_ins() -> None:
+    """Forget the stand-ins of all parameters."""
     _stand_ins.clear()
 
 
