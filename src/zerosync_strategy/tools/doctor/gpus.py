@@ -13,7 +13,7 @@ from zerosync_strategy.tools.doctor.selftest import REMEDY
 
 ok, note, warning, error = of_topic("gpus")
 TRAIN_SECONDS, START_SECONDS, FAULT_SECONDS = 60.0, 30.0, 45.0
-"""For training and measurements; until the ranks of the faults train; and until they name a rank, twice. Three minutes."""
+"""For training and measurements; until the ranks of the faults train; and until they name a rank, twice: 3 minutes."""
 SLOW = {"cuda": 5e9, "cpu": 0.0}
 """Bytes per second of the larger message, below which the way between two GPUs is not that of PCIe, nor NVLink."""
 _LINKS = (
