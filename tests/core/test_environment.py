@@ -84,7 +84,7 @@ class Said(logging.Handler):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.off_device("gloo's rules")), True])
 def test_an_engine_says_it_once_on_the_first_rank(stage: int, native: bool) -> None:
     options = {"unshard_streams": "own_communicator"} if stage == 3 else {}
 
