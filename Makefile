@@ -41,7 +41,7 @@ help:
 	@echo "make test-all  the same, with every member of products of stages, backends, budgets and nodes"
 	@echo "make numeric install, then run the tests of arithmetic as on another processor ($(PROCESSOR))"
 	@echo "make gpu-sim install, then run the tests on a simulated GPU: streams that are checked, NCCL's rules (gpu-sim-part: some)"
-	@echo "make gpu     what one GPU has to show in ten minutes, without a network; without a GPU or with DRY=1, a trial (OUT=$(OUT))"
+	@echo "make gpu     what GPUs have to show, one of them in ten minutes, without a network; without a GPU or with DRY=1, a trial (OUT=$(OUT))"
 	@echo "make gpu-wheels  install, then gather what make gpu takes to a machine without DeepSpeed and network, in $(WHEELS)"
 	@echo "make mutants install, then switch off each wait and other promises in turn, and see which test finds it (WORDS='B1 ...')"
 	@echo "make check   install, then lint and check types only"

@@ -4,8 +4,11 @@
     torchrun --nproc_per_node 8 benchmarks/exposed.py --model gpt             # eight GPUs and NCCL
 
 On one GPU, collectives are delays in proportion to their bytes (``links.py``): what NCCL's kernels take from those of
-the model is not in it. Each system has processes of its own, one system after the other. Each round times some steps
-in a row, so that what a step leaves under way can overlap the next one. A step's medians are
+the model is not in it. Measured are two models of nodes of eight GPUs, each with a NIC of 400 Gbit/s: a GPU's bytes all
+go through its own NIC, at 50 GB/s, as in an all-to-all; or, as in NCCL's rings, which come to all GPUs of a node by
+NVLink before they leave it by one of its NICs, a GPU has some six times that. Figures of the second have its rate in
+their names. Each system has processes of its own, one system after the other. Each round times some steps in a row, so
+that what a step leaves under way can overlap the next one. A step's medians are
 
 - ``step``: seconds until the device has done what the step asks for, on the slowest rank;
 - ``compute``: with links that take no time; with NCCL, with all collectives left out, which computes nonsense;
@@ -217,7 +220,8 @@ def measure(system: str, options: argparse.Namespace, port: int) -> dict[str, An
             spent.append(float(each))
         return median(spent[options.warmup :])
 
-    links, unlimited = Links(options.gbits * 1e9 / 8, options.latency / 1e6), Links(math.inf)
+    rates = options.gbits if is_fake else [0.0]  # real ones have one rate, and no model
+    links, unlimited = Links(rates[0] * 1e9 / 8, options.latency / 1e6), Links(math.inf)
     found: dict[str, Any] = {"system": system}
     with ExitStack() as stack:
         if is_fake:
@@ -248,6 +252,12 @@ def measure(system: str, options: argparse.Namespace, port: int) -> dict[str, An
         found["collectives"] = len(calls)
         found["communication"] = links.seconds if is_fake else seconds(partial(replay, calls))
         calls.clear()
+        for rate in rates[1:]:
+            links.set_rate(rate * 1e9 / 8)
+            found[f"step at {rate:g}"] = seconds(timed.step)
+            links.seconds = 0.0
+            timed.step()
+            found[f"communication at {rate:g}"] = links.seconds
     with collectives(unlimited if is_fake else Links(None)):
         found["compute"] = seconds(timed.step)
         returns = []
@@ -263,8 +273,9 @@ def measure(system: str, options: argparse.Namespace, port: int) -> dict[str, An
                 timed.step()
                 synchronize()
             found["kernels"] = sum(each.self_device_time_total for each in kernels.key_averages()) / 1e6
-    longer = max(found["compute"], found["communication"])
-    found["exposed"] = max(0.0, found["step"] - found["compute"]) / longer
+    for of_rate in ("", *(f" at {rate:g}" for rate in rates[1:])):
+        longer = max(found["compute"], found[f"communication{of_rate}"])
+        found[f"exposed{of_rate}"] = max(0.0, found[f"step{of_rate}"] - found["compute"]) / longer
     return found
 
 
@@ -280,7 +291,9 @@ def main() -> None:
     defaults = dict(layers=8, width=4096, context=1024, batch=8, accumulate=4, warmup=1, rounds=3, steps=3, world=64)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--gbits", type=float, default=400, help="that a rank sends and receives per second (400)")
+    parser.add_argument(
+        "--gbits", type=float, nargs="+", default=[400.0, 2400.0], help="that a rank sends and receives"
+    )
     parser.add_argument("--latency", type=float, default=50, help="microseconds of each collective besides (50)")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--cpu", action="store_true", help="to try it: times of a CPU have no meaning here")

@@ -98,6 +98,9 @@ class Links:
         self._hertz = 0.0
         self.seconds = 0.0
 
+    def set_rate(self, rate: float) -> None:
+        self._rate = rate
+
     def calibrate(self) -> None:
         """Find out how fast the GPU counts. It counts slower while it has just been idle."""
         for _ in range(3):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.collectives import InFlight, tree_sum
 
 
 class Work:
@@ -48,3 +48,14 @@ def test_what_failed_is_not_taken_for_complete_and_fails_again() -> None:
             flight.wait()
         assert again.value is first.value and not flight.is_done
     assert (work.waits, finished) == (1, [1])
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_a_sum_in_an_order_takes_one_copy_in_fp32(count: int) -> None:
+    rows = torch.randint(-8, 8, (count, 5)).bfloat16()
+    before, wide = rows.clone(), rows.float()
+    total = tree_sum(rows)
+    assert total.dtype is torch.float32 and torch.equal(total, before.float().sum(0)) and torch.equal(rows, before)
+    in_place = tree_sum(wide)  # none, if they are in fp32 already
+    assert torch.equal(in_place, total)
+    assert in_place.untyped_storage().nbytes() == 5 * 4  # the result keeps no memory of the others

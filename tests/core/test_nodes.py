@@ -16,6 +16,7 @@ from tests.core.test_random_programs import failures
 from tests.harness.data import noise
 from tests.harness.engines import expect_timeout, make_engine, rank, start
 from tests.harness.masters import Masters
+from tests.harness.optimizers import Mixed
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import KEPT_ON_DEVICES, SIMULATED, run_ranks
 from tests.harness.releases import needs_fp16
@@ -195,6 +196,35 @@ def test_each_byte_crosses_between_nodes_once(
         assert report.peak_held_bytes + report.peak_node_bytes <= kept[1] or params in ("all", 0, PERSISTENT), report
         assert (report.peak_node_bytes > 0) is (kept[1] > 0), report  # none beside parameters that are all held
         assert "between nodes: " in str(report)
+
+
+@pytest.mark.parametrize(
+    ("stage", "whole"), [(2, False), (3, False), pytest.param(2, True, marks=pytest.mark.extended)]
+)
+def test_ordered_sums_cross_between_nodes_once(stage: int, whole: bool) -> None:
+    """By NCCL's rules, whose all-to-all over all ranks would send each rank's row to every other node's rank."""
+
+    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+        return Mixed(module.parameters(), whole=True) if whole else torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def run() -> Any:
+        start()
+        with strict():
+            module, plain = layers(), layers()
+            engine = make_engine(module, optimizer(module), stage)
+            zerosync = attach(engine, reduction="ordered")
+            oracle = Oracle(plain, optimizer(plain), 4)
+            for k in range(2):
+                engine.backward(engine(inputs(k, rank())).square().mean())
+                engine.step()
+                oracle.backward(lambda r, k=k: plain(inputs(k, r)).square().mean())
+                oracle.step()
+            return distance(full_parameters(module), full_parameters(plain)), zerosync.report
+
+    for error, report in run_ranks(run, world_size=4, env=node(2)):
+        assert error <= (1e-6 if whole else 0.0)
+        assert report.reductions == 1
+        assert abs(report.bytes_sent_between_nodes - report.floor_bytes_between_nodes) <= 80, report
 
 
 @pytest.mark.off_device("NCCL's own gather sends each byte between nodes once")

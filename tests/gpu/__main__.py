@@ -1,4 +1,4 @@
-"""What one GPU has to show, within ten minutes and without a network.
+"""What GPUs have to show, without a network: one in ten minutes, eight in half an hour.
 
 python -m tests.gpu --out FOLDER [--dry] [--only NAME ...] [--wheels FOLDER]
 
@@ -23,9 +23,10 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.parts import MEASURED, PARTS, Part
+from tests.gpu.parts import GPUS, MEASURED, PARTS, Part
 
 ROOT = Path(__file__).parents[2]
+FINE = ("passed", "no meaning", "skipped")
 GRACE = 10.0  # seconds after an interrupt, in which pytest writes down what it has
 MACHINE = """
 import json, platform, torch
@@ -63,14 +64,14 @@ def main() -> int:
                 continue
             record = {"part": part.name, "teaches": part.teaches, "dry": dry, "machine": machine}
             log = options.out.resolve() / f"{part.name}.log"
-            record |= run(part, dry, environment, log)
-            if record["ended"] in ("passed", "no meaning"):
+            record |= run(part, 0 if dry else machine["gpus"], environment, log)
+            if record["ended"] in FINE:
                 log.unlink(missing_ok=True)
             (options.out / f"{part.name}.json").write_text(json.dumps(record, indent=1) + "\n")
             rows.append(line(record))
             print(rows[-1], flush=True)
     print(f"\n{options.out}:", *rows, sep="\n")
-    return int(any(" passed " not in row and " no meaning " not in row for row in rows))
+    return int(any(not any(f" {fine} " in row for fine in FINE) for row in rows))
 
 
 def installed(wheels: Path, folder: Path) -> dict[str, str]:
@@ -90,14 +91,21 @@ def installed(wheels: Path, folder: Path) -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], str(folder / "site")])}
 
 
-def run(part: Part, dry: bool, environment: dict[str, str], log: Path) -> dict[str, Any]:
-    """Run a part to its end, or to that of its time, with its output in ``log``: how it ended, what it has measured."""
+def run(part: Part, gpus: int, environment: dict[str, str], log: Path) -> dict[str, Any]:
+    """Run a part to its end, or to that of its time, with its output in ``log``: how it ended, what it has measured.
+
+    Without ``gpus``, it is tried on the simulated device.
+    """
+    dry = not gpus
     if dry and isinstance(part.dry, str):
         return {"ended": "no meaning", "why": f"no meaning without a GPU: {part.dry}"}
+    if 0 < gpus < part.needs:
+        return {"ended": "skipped", "why": f"needs {part.needs} GPUs, and here {'is' if gpus == 1 else 'are'} {gpus}"}
     measured = log.with_suffix(".measured")
-    command = [str(measured) if each == MEASURED else each for each in (part.dry if dry else part.command)]
+    stands_for = {MEASURED: str(measured), GPUS: str(gpus)}
+    command = [stands_for.get(each, each) for each in (part.dry if dry else part.command)]
     own = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if dry else {"ZEROSYNC_TEST_CUDA": "1"}
-    limit, began = part.dry_seconds if dry else part.seconds, time.monotonic()
+    limit, began = part.dry_seconds if dry else part.limit(gpus), time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=environment | own, stdin=subprocess.DEVNULL,
@@ -160,7 +168,7 @@ def line(record: dict[str, Any]) -> str:
     """One line on a part."""
     tests = record.get("tests")
     of_tests = ", ".join(f"{count} {kind}" for kind, count in tests.items() if count) if tests else ""
-    took = f"{record['seconds']:.0f} of {record['limit']} s" if "seconds" in record else ""
+    took = f"{record['seconds']:.0f} of {record['limit']:.0f} s" if "seconds" in record else ""
     said = [took, of_tests, *record.get("failures", ()), record.get("why", "")]
     return f"{record['part']:12} {record['ended']:11} {'; '.join(filter(None, said))}"
 

@@ -4,10 +4,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
+from torch.distributed.constants import default_pg_timeout
 
 from tests.harness import engines
 from tests.harness.racecheck import simulate
@@ -21,24 +24,39 @@ DEVICE = "cuda" if GPUS else "cpu"
 COMMUNICATORS = ("NCCL", "two ranks on one GPU") if GPUS else ("two ranks on the simulated device",)
 
 
-def run(job: Callable[..., Any], *args: Any, shared: bool = False, env: dict[str, str] | None = None) -> list[Any]:
+def needs(gpus: int) -> pytest.MarkDecorator:
+    """The mark of a test that one GPU cannot run; on the simulated device it has as many ranks."""
+    return pytest.mark.skipif(
+        0 < GPUS < gpus, reason=f"needs {gpus} GPUs, and here {'is' if GPUS == 1 else 'are'} {GPUS}"
+    )
+
+
+def run(
+    job: Callable[..., Any], *args: Any, shared: bool = False, simulated: int = 2, bound: bool = False,
+    timeout: timedelta = default_pg_timeout, env: dict[str, str] | None = None, **how: Any,
+) -> list[Any]:  # fmt: skip
     """`job(*args)` on one rank for each GPU; `shared`: on two ranks of one GPU, whose communicator has NCCL's rules.
 
-    On the simulated device there are two ranks in either case, and that communicator. `env` adds to the environment.
+    On the simulated device there are `simulated` ranks in either case, and that communicator. `bound`: each rank's
+    device is that of its process group, whose `timeout` is given. `env` adds to the environment; `how` is for
+    `run_ranks`.
     """
     env = {**({"LOCAL_RANK": "0"} if shared and GPUS else {}), **(env or {})}
-    return run_ranks(_with_group, job, args, shared, world_size=2 if shared or not GPUS else GPUS, env=env)
+    ranks = simulated if not GPUS else 2 if shared else GPUS
+    return run_ranks(_with_group, job, args, shared, bound, timeout, world_size=ranks, env=env, **how)
 
 
-def _with_group(job: Callable[..., Any], args: tuple[Any, ...], shared: bool) -> Any:
+def _with_group(job: Callable[..., Any], args: tuple[Any, ...], shared: bool, bound: bool, timeout: timedelta) -> Any:
     with ExitStack() as stack:
         if GPUS:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            deepspeed.init_distributed("gloo" if shared else "nccl")
+            torch.cuda.set_device(device := torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+            if bound:
+                torch.distributed.init_process_group("nccl", timeout=timeout, device_id=device)
+            deepspeed.init_distributed("gloo" if shared else "nccl", timeout=timeout)
             if shared:
                 stack.enter_context(strict())
         else:
-            engines.start()
+            engines.start(timeout)
         return job(*args)
 
 

@@ -1,9 +1,11 @@
-"""What one GPU has to show, ordered by what it would teach: the parts of `make gpu`. Data alone."""
+"""What GPUs have to show, ordered by what it would teach: the parts of `make gpu`. Data alone."""
 
 from dataclasses import dataclass
 
 # What an argument of a command stands for: the file to which it writes what it has measured.
 MEASURED = "{measured}"
+# And the number of GPUs.
+GPUS = "{gpus}"
 
 
 @dataclass(frozen=True)
@@ -13,10 +15,11 @@ class Part:
     Attributes:
         name: also that of its file.
         teaches: the question that it answers.
-        seconds: after which it is ended.
+        seconds: after which it is ended, on one GPU.
         command: arguments of Python.
         dry: those without a GPU; or in words, why the part has no meaning there.
         dry_seconds: after which it is ended there; a CPU is slower.
+        needs: GPUs; with fewer it is skipped.
     """
 
     name: str
@@ -25,6 +28,11 @@ class Part:
     command: tuple[str, ...]
     dry: tuple[str, ...] | str
     dry_seconds: int = 1200
+    needs: int = 1
+
+    def limit(self, gpus: int) -> float:
+        """Seconds on so many GPUs: their ranks share the host's processors, and start one another's collectives."""
+        return self.seconds * (1 + (gpus - 1) / 4)
 
 
 def tests(*arguments: str, workers: int = 0) -> tuple[str, ...]:
@@ -39,6 +47,21 @@ def exposed(*arguments: str) -> tuple[str, ...]:
     return ("-W", "ignore", "benchmarks/exposed.py", "--output", MEASURED, *arguments)
 
 
+def between(*arguments: str, ranks: str = GPUS) -> tuple[str, ...]:
+    """The same with NCCL between all GPUs."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks)
+    return (*launch, "benchmarks/exposed.py", "--output", MEASURED, *arguments)
+
+
+# Without the command, whose packages may not be there.
+DOCTOR = """
+import json, sys
+from zerosync_strategy.tools.doctor import gpus
+found = [vars(finding) for finding in gpus.check(int(sys.argv[2]))]
+print(*found, sep="\\n")
+json.dump(found, open(sys.argv[1], "w"))
+sys.exit(any(finding["level"] == "error" for finding in found))
+"""
 TINY = ("--cpu", "--rounds", "1", "--steps", "1", "--layers", "2", "--width", "64", "--context", "16", "--batch", "2")
 MOST = ("ddp", "fsdp2-3", "stock-2", "coalesced-2", "stock-3", "zerosync-2", "zerosync-3")
 SHORT = ("--rounds", "2", "--steps", "2")
@@ -60,14 +83,54 @@ PARTS = (
     Part(
         "exact",
         "Are stages 1 to 3 plain torch in fp32, bf16 and fp16, on the device, offloaded and on the host?",
-        80,
+        110,
         tests("tests/gpu/test_exact.py", workers=8),
         tests("tests/gpu/test_exact.py", "--simulated", workers=2),
     ),
     Part(
+        "between",
+        "Is training plain torch's over NCCL between ranks: with each option, resumed, attached again?",
+        150,
+        tests("tests/gpu/test_between.py", workers=4),
+        tests("tests/gpu/test_between.py", "--simulated", workers=2),
+        needs=2,
+    ),
+    Part(
+        "faults",
+        "Is a rank that raises, is killed, is stopped, is out of memory or runs another module named by each other?",
+        120,
+        tests("tests/gpu/test_faults.py", workers=5),
+        tests("tests/gpu/test_faults.py", "--simulated", workers=2),
+        needs=2,
+    ),
+    Part(
+        "frameworks",
+        "The same under Lightning's Trainer, Fabric and Accelerate.",
+        90,
+        tests("tests/gpu/test_frameworks.py", workers=3),
+        tests("tests/gpu/test_frameworks.py", "--simulated", workers=2),
+        needs=2,
+    ),
+    Part(
+        "doctor",
+        "What does `zerosync doctor --gpus` say?",
+        200,
+        ("-c", DOCTOR, MEASURED, GPUS),
+        "tests/doctor/test_gpus.py runs it on the simulated device",
+        needs=2,
+    ),
+    Part(
+        "nccl",
+        "How much of NCCL's communication between these GPUs does a step expose?",
+        120,
+        between("--model", "mlp", *SHORT, "--systems", "ddp", "fsdp2-3", "stock-3", "zerosync-2", "zerosync-3"),
+        between("--model", "mlp", *TINY, ranks="2"),
+        needs=2,
+    ),
+    Part(
         "streams",
         "Does each rule of docs/streams.md matter on real streams, which are kept busy and poisoned?",
-        80,
+        95,
         tests("tests/gpu/test_streams.py"),
         tests("tests/racecheck/test_deepspeed.py", "--extended=all", "-k", "every_rule_is_needed", workers=2),
     ),
@@ -81,7 +144,7 @@ PARTS = (
     Part(
         "rest",
         "What else tests/gpu has: gauges, pinned memory, edits, compiled regions, slow gathers.",
-        65,
+        75,
         tests("tests/gpu", "-k", "(test_cuda or test_memory or test_gathers) and not deepcompile", workers=4),
         "CUDA's allocator, compiled kernels and events are what these tests are about",
     ),
@@ -95,14 +158,14 @@ PARTS = (
     Part(
         "exposed",
         "How much communication of 64 ranks does a step expose, at the shape of DeepSpeed's pull request 7992?",
-        65,
+        95,
         exposed("--model", "mlp", "--systems", *MOST),
         exposed("--model", "mlp", *TINY),
     ),
     Part(
         "gpt",
         "The same of a GPT of 0.3 G parameters.",
-        60,
+        85,
         exposed(*GPT, "--systems", "ddp", "fsdp2-3", "zerosync-2", "zerosync-3"),
         exposed("--model", "gpt", *TINY),
     ),
@@ -116,7 +179,7 @@ PARTS = (
     Part(
         "deepcompile",
         "Is DeepCompile plain torch? It builds DeepSpeed's extension with nvcc.",
-        80,
+        150,
         tests("tests/gpu/test_cuda.py", "-k", "deepcompile", "-x", workers=4),
         tests("tests/core/test_deepcompile.py", "-k", "equal_to_plain_torch", workers=2),
     ),

@@ -25,6 +25,7 @@ from zerosync_strategy.core.attached.overrides import (
 )
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
 from zerosync_strategy.core.engine.supported import require_supported
+from zerosync_strategy.core.environment import say_problems
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.handle import ZeroSync
@@ -90,6 +91,7 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     kind = kind_of(optimizer, config.elementwise_optimizer)
     if problem := kind.problem or _parameters_problem(engine) or take_out_dropped_groups(optimizer):
         raise ValueError(f"attach() found that {problem}")
+    say_problems(engine, config)  # first, because a limit of files may end what follows
     with rank_status().activity("attach()", lambda: "before the first optimizer step"):
         everyone = zero.data_parallel_group(engine.optimizer)
         problem = layout_problem(engine.module, everyone) if zero.stage(engine) == 3 else ""

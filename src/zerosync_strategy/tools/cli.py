@@ -29,4 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"zerosync {' '.join(arguments[:1])} needs the package {missing.name!r}, which is not installed:"
             " pip install 'zerosync-strategy[cli]'"
         ) from None
-    app(list(arguments), prog_name="zerosync")
+    app(_with_all(arguments), prog_name="zerosync")
+
+
+def _with_all(arguments: Sequence[str]) -> list[str]:
+    """Give ``--gpus`` the value ``all`` where no number follows; typer has no options whose value may be left out."""
+    following = [*arguments[1:], ""]
+    given = [
+        [word, "all"] if word == "--gpus" and not after.isdecimal() and after != "all" else [word]
+        for word, after in zip(arguments, following, strict=True)
+    ]
+    return [word for words in given for word in words]

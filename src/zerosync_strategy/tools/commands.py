@@ -44,6 +44,10 @@ def doctor(
         typer.Argument(metavar="[CONFIGURATION]...", help="of DeepSpeed (JSON), Accelerate or LightningCLI (YAML)"),
     ] = None,
     self_test: Annotated[bool, typer.Option(help="train on two ranks, and compare with plain torch")] = True,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="[N]", help="test on N GPUs, or on all: steps, bandwidth, a rank that fails"),
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="say which checkpoints in it are whole, by reading their files")
     ] = None,
@@ -54,6 +58,7 @@ def doctor(
 
     Exit status: 0, or 1 where there is an error, or 2 where the command itself is wrong.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks of tests end, too
     findings: Iterable[Finding]
     if checkpoint is not None:
         from zerosync_strategy.tools.doctor import checkpoints
@@ -61,7 +66,7 @@ def doctor(
         with _refusing("--checkpoint"):
             findings = checkpoints.check(checkpoint)
     else:
-        findings = _examine(configurations or [], self_test)
+        findings = _examine(configurations or [], self_test, None if gpus is None else _ranks_on(gpus, self_test))
     made = []
     for finding in findings:
         made.append(finding)
@@ -74,16 +79,40 @@ def doctor(
     raise typer.Exit(status)
 
 
-def _examine(configurations: list[Path], self_test: bool) -> Iterator[Finding]:
+def _ranks_on(gpus: str, self_test: bool) -> int:
+    """Return on how many GPUs the tests run; 0 where none is visible."""
+    from zerosync_strategy.tools.doctor.gpus import visible
+
+    count = visible()
+    wanted = count if gpus == "all" else int(gpus) if gpus.isdecimal() else 0
+    with _refusing("--gpus"):
+        if not self_test:
+            raise ValueError("--gpus is a test, which --no-self-test leaves out. Leave out one of them.")
+        if gpus != "all" and wanted < 1:
+            raise ValueError(f"--gpus takes a number of GPUs, or nothing for all, got {gpus!r}.")
+        if count and wanted > count:
+            raise ValueError(f"--gpus got {wanted}, and {count} are visible. Look at CUDA_VISIBLE_DEVICES.")
+    return min(wanted, count)
+
+
+def _examine(configurations: list[Path], self_test: bool, gpus: int | None) -> Iterator[Finding]:
     # Imported here and not above, because torch itself may be missing.
     from zerosync_strategy.tools.doctor import configurations as files
+    from zerosync_strategy.tools.doctor import gpus as of_gpus
     from zerosync_strategy.tools.doctor import installation, selftest
 
     yield from installation.check_releases()
     yield from installation.check_machine()
     for path in configurations:
         yield from files.check(path)
-    if self_test:
+    if installation.installed("torch") is None:
+        return  # an error says so above
+    if gpus == 0:
+        yield of_gpus.none_found()
+    if gpus:
+        with console(stderr=True).status(f"{gpus} GPU(s): training, measurements, and ranks that fail"):
+            yield from of_gpus.check(gpus)
+    elif self_test:
         with console(stderr=True).status("self-test: two ranks train on stages 1, 2 and 3"):
             finding = selftest.check()
         yield finding

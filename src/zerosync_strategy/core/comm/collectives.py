@@ -392,9 +392,13 @@ def sum_in_order(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torc
 
 
 def tree_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``rows`` in fp32, in an order that their number alone decides, in log2(W) additions."""
-    rows = rows.float()
-    while len(rows) > 1:
-        half = len(rows) // 2
-        rows = torch.cat([rows[:half] + rows[half : 2 * half], rows[2 * half :]])
-    return rows[0]
+    """Return the sum of ``rows`` in fp32, in an order that their number alone decides, in log2(W) additions.
+
+    ``rows`` are written to if they are in fp32, or else one copy of them is.
+    """
+    rows, left = rows.float(), len(rows)
+    while left > 1:
+        half = (left + 1) // 2
+        rows[: left - half] += rows[half:left]
+        left = half
+    return rows[0].clone()  # which keeps no memory of the others

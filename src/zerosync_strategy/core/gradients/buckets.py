@@ -219,7 +219,7 @@ class GradientBucket:
     def nodes(self) -> Nodes | None:
         """The nodes within and between which the bucket is reduced; ``None``: reduced over all ranks at once."""
         nodes = self.layout.nodes
-        return nodes if self.level is Level.NODE or not self.layout.is_native else None
+        return nodes if self.level is Level.NODE or self.layout.in_two_levels else None
 
     def keep_node_sums(self, part: Part, sums: torch.Tensor) -> None:
         if part in self.node_shard:

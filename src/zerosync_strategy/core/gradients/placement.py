@@ -34,6 +34,8 @@ class ShardLayout(ABC):
         nodes: of the process group; ``None`` if two levels are of no use.
         group_index: DeepSpeed's index of the parameter group, on stages 1 and 2.
         is_native: the backend has a reduce-scatter of its own.
+        in_two_levels: what is reduced over all ranks is reduced within nodes first. NCCL's own reduce-scatter crosses
+            between two nodes once by itself; an all-to-all, for ordered sums, does not.
         shard_numel: elements of this rank's shard.
     """
 
@@ -45,6 +47,7 @@ class ShardLayout(ABC):
     ) -> None:  # fmt: skip
         self.process_group, self.nodes, self.group_index = process_group, nodes, group_index
         self.is_native = bool(params) and is_native(process_group, params[0].device)
+        self.in_two_levels = not self.is_native
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.params, self.divisor, self.dtype = list(params), divisor, dtype
 

@@ -61,8 +61,11 @@ class Reducer:
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         self.buckets = shards.make_buckets(config, limit, common)
+        ordered = config.reduction == "ordered"
         for layout in self.layouts:
-            if layout.params and layout.nodes is not None and config.gradients.device is not None:
+            layout.in_two_levels |= ordered
+            may_use_nodes = ordered or config.gradients.device is not None
+            if layout.params and layout.nodes is not None and may_use_nodes:
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
         self._norm = Norm(shards, NUMBERS)
@@ -75,7 +78,7 @@ class Reducer:
         self._late: LocalGradient | None = None  # the gradient that began the backward, if its hooks may still run
         self.first_uses = first_uses
         self._reduces_by_module = False  # how the running backward streams: by module, or by gradient
-        self.pipeline = ReductionPipeline(shards, config.reduction == "ordered", messages)
+        self.pipeline = ReductionPipeline(shards, ordered, messages)
 
     def gradients_floor(self) -> Sent:
         """Return what one rank must send to reduce all gradients once."""
