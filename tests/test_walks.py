@@ -97,7 +97,7 @@ def window_of(stage: int) -> Counter[tuple[str, str]]:
 
     def program(calls: Calls) -> None:
         engine = make_engine(stage)
-        attach(engine)
+        attach(engine, overlap_last=False)
         for _ in range(2):
             backward(engine)
         engine.step()
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_added_to_costs_one_call() -> None:
 
     def program(calls: Calls) -> None:
         engine = make_engine(2)
-        attach(engine)
+        attach(engine, overlap_last=False)
         backward(engine)
         with calls:
             backward(engine)

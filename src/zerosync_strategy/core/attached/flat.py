@@ -88,6 +88,7 @@ class FlatParameters(Parameters):
             )
 
     def forward(self) -> AbstractContextManager[None]:
+        self._parts.window.forward_begins()
         return self._parts.activity(Doing.FORWARD)
 
     def before_update(self) -> None:

@@ -36,8 +36,7 @@ class EngineOverrides(ModeOverrides):
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
         engine: Any = self
-        accumulates = engine.gradient_accumulation_steps() > 1
-        is_last = engine.is_gradient_accumulation_boundary() if accumulates else None
+        is_last = engine.is_gradient_accumulation_boundary() if engine.gradient_accumulation_steps() > 1 else None
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
             loss = loss.clone()  # a cached loss is a leaf whose hook runs the real backwards; DeepSpeed needs a graph
         with self._zerosync_attached.backward(is_last):

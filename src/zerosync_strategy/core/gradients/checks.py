@@ -53,7 +53,7 @@ class LocalChanges:
             record_of(param).changes = self
 
     def show_all(self) -> None:
-        """Show gradients as they are."""
+        """Show gradients as they are: where none is used by mistake, or autograd and torch.compile look."""
         if not self.gone:
             return
         self.gone = False

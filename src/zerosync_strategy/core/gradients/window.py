@@ -136,6 +136,7 @@ class Window:
 
     def forward_begins(self) -> None:
         """Forget raw backwards that have not ended: when a forward begins, they have raised."""
+        self.changes.show_all()  # torch.compile looks at gradients
         self._reset_graphs()
 
     def enter_graph(self, ready: LocalGradient | None = None) -> None:

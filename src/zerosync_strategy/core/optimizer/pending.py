@@ -176,7 +176,7 @@ class PendingGradients:
     @contextmanager
     def local_gradients(self) -> Iterator[None]:
         """Let code read and change local gradients; see :meth:`ZeroSync.local_gradients`."""
-        if self._window.changes.gone and self._reducer.keeps_gradients:
+        if self._window.last.began and self._reducer.keeps_gradients and self._window.state is WindowState.OPEN:
             raise RuntimeError(
                 "local_gradients() was called after a backward that was taken for the last before the step, and the"
                 " gradients are reduced already. Where more backwards follow, call zerosync.window.expect_last(False)"
