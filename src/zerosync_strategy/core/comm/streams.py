@@ -181,17 +181,19 @@ class Streams:
         """Make the caller's stream wait for one gather (U2)."""
         self._current().wait_event(event)
 
-    def share_unshard(self, event: Any, users: list[Any], memory: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def share_unshard(
+        self, event: Any, users: list[Any], memory: Callable[[], Iterable[torch.Tensor]], owner: Any
+    ) -> None:
         """Make the caller's stream wait for one gather, unless it is one of its ``users`` already (U2).
 
-        The first user owns ``memory``; for the others, it is kept until they have used it (L2).
+        ``owner`` is the stream of ``memory``; for other ones, it is kept until they have used it (L2).
         """
         current = self._current()
         if current in users:
             return
         self.wait_for_unshard(event)
         users.append(current)
-        for tensor in memory():
+        for tensor in memory() if current != owner else ():
             tensor.record_stream(current)
 
     def record_stream_for_gathers(self, memory: torch.Tensor, gather_stream: Any) -> None:
@@ -213,6 +215,10 @@ class Streams:
             for stream in gather_streams:
                 stream.wait_stream(writer)
         self._written = gather_streams[0].record_event()
+
+    def gathers_wait_for_caller(self, gather_stream: Any) -> None:
+        """Before a gather stream fills memory of the caller's stream, wait for what has used that memory (L2)."""
+        gather_stream.wait_stream(self._current())
 
     def caller_waits_for_writes(self, gather_streams: Sequence[Any]) -> None:
         """Make the caller's stream, which reads shards itself, wait for their writes, but not for gathers (S1)."""

@@ -56,14 +56,18 @@ class Arrival(NamedTuple):
         return values
 
     @for_training
-    def land(self) -> None:
-        """Set the parameters to their values, in memory of the current stream."""
-        received, records = self.received, [param._zerosync_record for param in self.params]
+    def room(self) -> list[torch.Tensor]:
+        """Return the memory of the parameters' values, of the current stream, as :meth:`land` takes it."""
+        return rows_of([param._zerosync_record for param in self.params], self.received.shape[:-1], self.columns)
+
+    @for_training
+    def land(self, room: list[torch.Tensor] | None = None) -> None:
+        """Set the parameters to their values, by default in memory of the current stream."""
+        received = self.received
         if received.dtype is not (dtype := zero3.shard_dtype(self.params[0])):
             received = received.to(dtype)
-        rows = rows_of(records, received.shape[:-1], self.columns)
-        torch.split_with_sizes_copy(received, self.columns, -1, out=rows)
-        arrive(records)
+        torch.split_with_sizes_copy(received, self.columns, -1, out=self.room() if room is None else room)
+        arrive([param._zerosync_record for param in self.params])
 
 
 class Message:

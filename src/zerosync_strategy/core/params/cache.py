@@ -14,6 +14,7 @@ that before and after its forward, and the start of a backward checks all parame
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,10 +26,12 @@ from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, reshard, settle, unclaimed
 from zerosync_strategy.core.engine.parameter_states import STEPS, Claim
 from zerosync_strategy.core.params.held import HoldPlan
-from zerosync_strategy.core.params.issuing import arrived
+from zerosync_strategy.core.params.issuing import ParameterGather, arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.units import Unit
 
+RECEIVED = 2
+"""Receive buffers that the gathers of held parameters may use at a time."""
 AHEAD = 2
 """Runs to gather ahead if not all parameters are held."""
 
@@ -186,18 +189,26 @@ class ParameterCache:
             gather.join()
         unit.pending = not all(gather.is_complete for gather in pending)
 
+    @internal
     def _issue_all(self) -> None:
-        """Issue the gathers of all runs that are missing in this window, on every rank alike (W6)."""
+        """Issue the gathers of all runs that are missing in this window, on every rank alike (W6).
+
+        On a device with streams, what at most :data:`RECEIVED` of them have received waits for a unit to take it.
+        """
+        in_flight: deque[ParameterGather] = deque()
         for run in self._runs:
             if not run.issued:
-                self._issue(run)
+                while len(in_flight) >= RECEIVED:
+                    in_flight.popleft().land_behind()
+                in_flight.extend(self._issue(run))
 
     @internal
-    def _issue(self, run: HeldRun) -> None:
+    def _issue(self, run: HeldRun) -> list[ParameterGather]:
         run.issued = True
-        if missing := list(filter(zero3.is_released, run.params)):
-            self._scheduler.issue(missing)
-            self.plan.claim(param._zerosync_record for param in missing)
+        missing = list(filter(zero3.is_released, run.params))
+        gathers = self._scheduler.issue(missing) if missing else []
+        self.plan.claim(param._zerosync_record for param in missing)
+        return gathers
 
     # ---- around forwards, backwards and steps ----------------------------------------------------------------------
 

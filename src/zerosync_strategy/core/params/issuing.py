@@ -192,6 +192,7 @@ class ParameterGather(InFlight):
         activity: what a waiting rank does.
         wait: waits for the message.
         land: sets the values of the parameters, on the stream that waits first.
+        room: returns memory for ``land`` to take; ``None``: it takes none.
         keeps: the host cache may copy the values.
 
     Attributes:
@@ -201,13 +202,14 @@ class ParameterGather(InFlight):
 
     def __init__(
         self, issuing: Issuing, group: GatherGroup, params: Sequence[Any], activity: GatherActivity,
-        wait: Callable[[], object], land: Callable[[], None], keeps: bool = True,
+        wait: Callable[[], object], land: Callable[..., None], room: Callable[[], object] | None, keeps: bool = True,
     ) -> None:  # fmt: skip
         super().__init__((), wait)
         self._gather_streams, self._status, self._host = issuing.streams, issuing.status, issuing.host
-        self._stream, self.event = group.stream, None
-        self._params, self._activity, self._land, self._keeps = params, activity, land, keeps
+        self._stream, self._is_tagged, self.event = group.stream, group.is_tagged, None
+        self._params, self._activity, self._land, self._room, self._keeps = params, activity, land, room, keeps
         self.users: list[Any] = []
+        self._owner: Any = None  # the stream of the values' memory, if it is not the first user
         nbytes = 0
         for param in params:
             record = param._zerosync_record
@@ -240,10 +242,29 @@ class ParameterGather(InFlight):
             if self._stream is not None:
                 self.users.append(self._gather_streams.caller)
                 self.event = self._gather_streams.record_landing(self._stream)
-            del self._land
+            del self._land, self._room
             if self._host is not None and self._keeps:
                 self._keep(self._host)
         settle([param._zerosync_record for param in self._params])
+
+    def land_behind(self) -> None:
+        """Set the values behind the message on the stream that gathers, so that what was received is freed there.
+
+        They are in memory of the current stream, which may still be used by its earlier work (L2).
+        """
+        if self.is_done or self._room is None:
+            return
+        if self._stream is None:  # the host would wait, but where it has all at once
+            if not self._is_tagged:
+                self.wait()
+            return
+        with zero3.as_it_is():
+            self._land = partial(self._land, self._room())
+        self._owner = self._gather_streams.caller
+        self._gather_streams.gathers_wait_for_caller(self._stream)
+        with self._gather_streams.on_gather_stream(self._stream):
+            self.wait()
+        self.users = []  # each waits for the event
 
     def _wait(self) -> None:
         self._finish()  # `wait` has entered the activity
@@ -269,7 +290,7 @@ class ParameterGather(InFlight):
     def join(self) -> None:
         """Add the current stream to the users of the parameters, which are unsharded (U2, L2)."""
         if self.event is not None:
-            self._gather_streams.share_unshard(self.event, self.users, self._memory)
+            self._gather_streams.share_unshard(self.event, self.users, self._memory, self._owner)
 
     def _memory(self) -> list[torch.Tensor]:
         with zero3.as_it_is():

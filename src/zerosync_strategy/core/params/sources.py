@@ -57,8 +57,8 @@ class Source(ABC):
         """Issue the gathers of the parameters of ``part`` that this source has."""
         for arrival, activity in self._send(part, False):
             unshard([param._zerosync_record for param in arrival.params])
-            gather = ParameterGather(self._issuing, part.group, arrival.params, activity, arrival.wait, arrival.land)
-            issued.append(gather)
+            common = (self._issuing, part.group, arrival.params, activity, arrival.wait)
+            issued.append(ParameterGather(*common, arrival.land, arrival.room))
 
     def values(self, part: Part) -> dict[Any, torch.Tensor]:
         """Return the values of the parameters of ``part`` that this source has, in memory of the caller's own."""
@@ -152,7 +152,7 @@ class AllShards(Source):
         with issuing.gathering(group, part.params):
             with issuing.on(group):
                 arrive = gathering.by_deepspeed(part.params)
-            gather = ParameterGather(issuing, group, part.params, part.activity, lambda: None, arrive, keeps=False)
+            gather = ParameterGather(issuing, group, part.params, part.activity, lambda: None, arrive, None, False)
             issued.append(gather)
 
     def values(self, part: Part) -> dict[Any, torch.Tensor]:
