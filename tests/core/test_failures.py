@@ -72,7 +72,7 @@ def test_a_collector_that_dies_is_replaced(statuses: list[RankStatus], monkeypat
     monkeypatch.setattr("zerosync_strategy.core.failures.inquiry._SUMMARY_SECONDS", 0.5)
     inquiries = statuses[0]._inquiries
     assert inquiries is not None
-    inquiries._store.add("asked/0/0", 1)  # by one that has died before it called anyone
+    inquiries._connect().add("asked/0/0", 1)  # by one that has died before it called anyone
     began = time.monotonic()
     assert "rank 2: outside of the engine" in statuses[0].describe("the test", ERROR)
     assert "rank 2: outside of the engine" in statuses[1].describe("the test", ERROR)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from zerosync_strategy.core.comm.waits import launched, waiting
+from zerosync_strategy.core.comm.waits import Exchange, issue, launched, waiting
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.interpose import replaced
 
@@ -41,6 +41,7 @@ class InFlight:
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
             stream. gloo uses the one with which the group was made, unless one is given.
         label: names it in errors while it is waited for.
+        exchange: of messages, for which the host waits.
 
     Attributes:
         is_done: it was waited for.
@@ -48,10 +49,10 @@ class InFlight:
 
     def __init__(
         self, works: Sequence[Any], finish: Callable[[], Any], alive: Any = None, timeout: timedelta | None = None,
-        label: str = "",
+        label: str = "", exchange: Exchange | None = None,
     ) -> None:  # fmt: skip
         self._works, self._finish, self._alive = works, finish, alive
-        self._timeout, self._label = timeout, label
+        self._timeout, self._label, self._exchange = timeout, label, exchange
         self._result: Any = None
         self._error: Exception | None = None
         self.is_done = False
@@ -80,7 +81,7 @@ class InFlight:
         return self._result
 
     def _wait(self) -> None:
-        with waiting(self._label):
+        with waiting(self._label, self._exchange):
             for work in self._works:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
         self._result = self._finish()
@@ -322,8 +323,16 @@ def exchange(
     messages: Iterable[Message], process_group: Any, tag: int, label: str, finish: Callable[[], torch.Tensor]
 ) -> InFlight:
     """Exchange messages with other ranks; ``finish`` returns the result."""
+    messages = list(messages)
     works = send_and_receive(messages, process_group, tag)
-    return InFlight(works, finish, messages, timeout_of(process_group), label)
+    return InFlight(works, finish, messages, timeout_of(process_group), label, issued(messages, process_group, tag))
+
+
+def issued(messages: Iterable[Message], process_group: Any, tag: int) -> Exchange:
+    """Record an exchange of these messages, for verdicts on who waits in vain."""
+    group: Any = dist.group.WORLD if process_group is None else process_group
+    peers = (peer for peer, sent, received in messages if any(map(len, (*sent, *received))))
+    return issue(group, group.group_name, tag, tuple(peers))
 
 
 def sum_messages(

@@ -9,9 +9,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, NamedTuple
 
 _KEPT = 1024
 """The most launched collectives to remember."""
+_TAGS = 4096
+"""The most tags of exchanges to remember."""
 # torch's functions; each is one collective, and waits for it unless it is asynchronous.
 _COLLECTIVES = frozenset(
     f"{name}{suffix}"
@@ -27,9 +30,21 @@ class OfReduction(str):
     __slots__ = ()
 
 
+class Exchange(NamedTuple):
+    """Messages to and from ``peers``, ranks of the process group, off NCCL: its ``place``-th exchange of this tag."""
+
+    process_group: Any
+    name: str
+    tag: int
+    place: int
+    peers: tuple[int, ...]
+
+
 _waits_for = ""
+_exchange: Exchange | None = None  # that it waits for, if it waits for messages
 _failed = ""  # the last wait that ended with an error
 _launched: deque[tuple[str, int, object]] = deque(maxlen=_KEPT)  # the backend's own collectives: group, number, label
+_issued: dict[tuple[str, int], int] = {}  # numbers of exchanges by process group and tag, last used last
 
 
 def launched(group: str, number: int, label: object) -> None:
@@ -42,18 +57,37 @@ def labels_of_launched() -> dict[tuple[str, int], object]:
     return {(group, number): label for group, number, label in list(_launched)}
 
 
+def issue(process_group: Any, name: str, tag: int, peers: tuple[int, ...]) -> Exchange:
+    """Record that this rank has issued an exchange over the process group of this ``name``."""
+    # Messages of one tag meet in their order, so the ranks of an exchange count the same.
+    place = _issued[name, tag] = _issued.pop((name, tag), 0) + 1
+    if len(_issued) > _TAGS:
+        del _issued[next(iter(_issued))]
+    return Exchange(process_group, name, tag, place, peers)
+
+
+def number_issued(name: str, tag: int) -> int:
+    """Return how many exchanges with this tag this rank has issued over the process group of this ``name``."""
+    return _issued.get((name, tag), 0)
+
+
+def awaited() -> Exchange | None:
+    """Return the exchange for which the main thread is blocked, if any."""
+    return _exchange
+
+
 @contextmanager
-def waiting(label: str) -> Iterator[None]:
-    """Around the wait for an exchange."""
-    global _waits_for, _failed
-    before, _waits_for, _failed = _waits_for, label, ""
+def waiting(label: str, exchange: Exchange | None = None) -> Iterator[None]:
+    """Around the wait for a collective, or an ``exchange`` of messages."""
+    global _waits_for, _exchange, _failed
+    before, (_waits_for, _exchange, _failed) = (_waits_for, _exchange), (label, exchange, "")
     try:
         yield
     except BaseException:
         _failed = label
         raise
     finally:
-        _waits_for = before
+        _waits_for, _exchange = before
 
 
 def describe_wait(frame: FrameType | None, failed: bool = False) -> str:
@@ -79,6 +113,7 @@ def reset() -> None:
     global _failed
     _failed = ""
     _launched.clear()
+    _issued.clear()
 
 
 def torch_collective(frame: FrameType | None) -> str:
