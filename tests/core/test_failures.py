@@ -32,7 +32,7 @@ def a_store() -> dist.TCPStore:
 @pytest.fixture
 def statuses() -> Any:
     store = a_store()
-    made = [RankStatus(store, rank, 3) for rank in range(3)]
+    made = [RankStatus(store.clone(), rank, 3) for rank in range(3)]
     yield made
     for status in made:
         status.end()
@@ -72,7 +72,7 @@ def test_a_collector_that_dies_is_replaced(statuses: list[RankStatus], monkeypat
     monkeypatch.setattr("zerosync_strategy.core.failures.inquiry._SUMMARY_SECONDS", 0.5)
     inquiries = statuses[0]._inquiries
     assert inquiries is not None
-    inquiries._connect().add("asked/0/0", 1)  # by one that has died before it called anyone
+    inquiries._store.add("asked/0/0", 1)  # by one that has died before it called anyone
     began = time.monotonic()
     assert "rank 2: outside of the engine" in statuses[0].describe("the test", ERROR)
     assert "rank 2: outside of the engine" in statuses[1].describe("the test", ERROR)
@@ -81,8 +81,8 @@ def test_a_collector_that_dies_is_replaced(statuses: list[RankStatus], monkeypat
 
 def test_ranks_that_have_stopped_are_waited_for_a_second_and_others_five() -> None:
     store = a_store()
-    here = RankStatus(store, 0, 3)
-    gone = RankStatus(store, 1, 3)
+    here = RankStatus(store.clone(), 0, 3)
+    gone = RankStatus(store.clone(), 1, 3)
     gone.record_failure("ValueError in the forward")
     gone.end()
     began = time.monotonic()
@@ -90,7 +90,7 @@ def test_ranks_that_have_stopped_are_waited_for_a_second_and_others_five() -> No
     assert "rank 1: has stopped: ValueError in the forward" in text
     assert "rank 2: gave no answer: its process has ended" in text
     assert 4.5 < time.monotonic() - began < 9
-    third = RankStatus(store, 2, 3)
+    third = RankStatus(store.clone(), 2, 3)
     began = time.monotonic()
     assert "rank 2: outside of the engine" in here.describe("the test", ERROR)
     assert time.monotonic() - began < 4

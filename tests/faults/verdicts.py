@@ -106,7 +106,7 @@ FAULTS = {
         FIRST, skips=True, options=(("coalesce", False),),
     ),
     "is killed in a module": Fault(
-        "rank 1 has ended without an error, or cannot be reached", SECOND, within=die, own="RankDied"
+        "rank 1 has ended without an error", SECOND, within=die, own="RankDied"
     ),
     "sleeps in a module": Fault(
         "rank 1 is in the forward and does not communicate, window 3, backward 2, module 'Net', at LINE sleep",

@@ -70,8 +70,9 @@ class Inquiries:
         self._ranks = range(world_size)
         self._state, self._heard = state, heard
         self._ended = False
-        # The one connection that stays, because a store has room for few. A connection is blocked while a thread waits
-        # on it, and the process group's own may be; so whatever else there is to say has one for a moment.
+        # One connection more than the process group's, because a connection is blocked while a thread waits on it, and
+        # a store has room for few.
+        self._store: Any = PrefixStore(_PREFIX, store)
         self._connection = store.clone()
         self._connection.set_timeout(_CONNECT)
         listening: Any = PrefixStore(_PREFIX, self._connection)
@@ -86,19 +87,10 @@ class Inquiries:
         )
         self._thread.start()
 
-    def _connect(self) -> Any:
-        """Return another connection, which ends with its last reference. Raise a ``RuntimeError`` if the store is gone.
-
-        A store that is gone has ended the thread. To connect to it would take as long as the timeout.
-        """
-        if not self._thread.is_alive():
-            raise RuntimeError("The store of the process group has ended.")
-        return PrefixStore(_PREFIX, self._connection.clone())
-
     def record_failure(self, stopped: RankState | None) -> None:
         """Write the state in which this rank has stopped, for ranks that will wait for it; ``None``: it continues."""
         with suppress(RuntimeError):  # the store may be gone
-            self._connect().set(f"failed/{self._rank}", "" if stopped is None else json.dumps(stopped.encode()))
+            self._store.set(f"failed/{self._rank}", "" if stopped is None else json.dumps(stopped.encode()))
 
     def end(self) -> None:
         """End the thread and its connection.
@@ -107,16 +99,21 @@ class Inquiries:
         """
         self._ended = True
         with suppress(RuntimeError):  # the store may be gone, and the thread with it
-            self._connect().set(f"call/{self._number}/{self._rank}", "")
-        self._thread.join(timeout=1.0)
+            self._store.set(f"call/{self._number}/{self._rank}", "")
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 
-    def ask(self) -> Report:
-        """Return the report on all ranks. Takes up to five seconds, and longer if a collector dies."""
+    def ask(self, connect: bool = False) -> Report:
+        """Return the report on all ranks. Takes up to five seconds, and longer if a collector dies.
+
+        ``connect``: over a connection of its own, as another thread may be blocked on the process group's. To connect
+        takes a millisecond, but seconds now and then.
+        """
         states = {rank: RankState(rank, Phase.GONE) for rank in self._ranks} | {self._rank: self._state(())}
         try:
-            store = self._connect()
+            store = self._connect() if connect else self._store
             number = _open_number(store)
             for attempt in range(_COLLECTORS):
                 if store.add(f"asked/{number}/{attempt}", 1) == 1:
@@ -141,6 +138,12 @@ class Inquiries:
             store.compare_set("closed", str(number), str(number + 1))
             store.set(f"summary/{number}", json.dumps(found))
         return found
+
+    def _connect(self) -> Any:
+        """Return a connection that ends with its last reference. Raise a ``RuntimeError`` if the store is gone."""
+        if not self._thread.is_alive():  # ended by that; to connect would take as long as the timeout
+            raise RuntimeError("The store of the process group has ended.")
+        return PrefixStore(_PREFIX, self._connection.clone())
 
     def _read_answers(self, store: Any, number: int, states: dict[int, RankState]) -> None:
         """Collect the answers of the other ranks into ``states``."""

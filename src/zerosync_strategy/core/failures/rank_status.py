@@ -8,8 +8,6 @@ process is doing (``inquiry``). A rank that raises another error, or leaves, wri
 from __future__ import annotations
 
 import atexit
-import os
-import socket
 import sys
 import threading
 import time
@@ -17,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -51,7 +50,8 @@ class RankStatus:
             self._inquiries = Inquiries(store, rank, world_size, self._state, self._heard)
         self._watch: HangWatch | None = None
         if self._inquiries is not None and world_size > 1 and patience > 0:
-            self._watch = HangWatch(patience, lambda: self._moves, self._waits, self._inquiries.ask)
+            ask = partial(self._inquiries.ask, connect=True)
+            self._watch = HangWatch(patience, lambda: self._moves, self._waits, ask)
         atexit.register(self._exit)
 
     def activity(
@@ -129,8 +129,12 @@ class RankStatus:
 
     def _exit(self) -> None:
         self.uncaught(getattr(sys, "last_value", None))
-        if self._stopped is None:
-            self._stop(RankState(self._rank, Phase.GONE, pid=os.getpid(), host=socket.gethostname()))
+        self.leave()
+
+    def leave(self) -> None:
+        """Record that this rank has left the process group, unless it has stopped or left before, and :meth:`end`."""
+        if self._stopped is None and self._inquiries is not None:
+            self._stop(replace(self._observe(None, with_recorder=False), phase=Phase.GONE, waits_for=""))
         self.end()
 
     def end(self) -> None:
@@ -188,5 +192,7 @@ def rank_status() -> RankStatus:
             waits.reset()
         store = dist.distributed_c10d._get_default_store()
         patience = timeout_of(None).total_seconds() / 2
-        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size(), patience)
+        status = RankStatus(store, dist.get_rank(), dist.get_world_size(), patience)
+        weakref.finalize(group, status.leave).atexit = False  # it holds the store, which may be hosted here
+        _current = weakref.ref(group), status
     return _current[1]
