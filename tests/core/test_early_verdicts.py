@@ -2,11 +2,8 @@
 
 import contextlib
 import ctypes
-import io
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,39 +17,19 @@ from torch import nn
 
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.ranks import run_ranks
+from tests.harness.told import LOOK, Told, end_soon, look_often, told_by
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.collectives import InFlight, issued
-from zerosync_strategy.core.failures import watch
 from zerosync_strategy.core.failures.rank_status import rank_status
 
-LOOK = 0.4  # seconds
 MINUTES = timedelta(minutes=4)  # the timeout, of which none of these waits sees the half
 pytestmark = pytest.mark.off_device("gloo's waits block the host")
 
 
-class Told(io.StringIO):
-    """A stderr that leaves a file when a verdict was printed."""
-
-    def __init__(self, path: Path, then: Callable[[], Any] = lambda: None) -> None:
-        super().__init__()
-        self.path, self.then = path, then
-
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        if "Verdict" in text:
-            self.path.with_suffix(".new").write_text(text)
-            self.path.with_suffix(".new").rename(self.path)
-            self.then()
-        return written
-
-
-def begin(tmp_path: Path, then: Callable[[], Any] = lambda: None) -> Told:
-    """Begin a process group whose ranks look often."""
-    watch.LOOK_SECONDS = LOOK
+def begin(folder: Path, then: Callable[[], Any] = lambda: None) -> Told:
     start(MINUTES)
-    dist.barrier()
+    told = look_often(folder, then)
     rank_status()
-    sys.stderr = told = Told(tmp_path / f"told {rank()}", then)
     return told
 
 
@@ -69,7 +46,7 @@ def test_a_rank_that_raised(tmp_path: Path) -> None:
         if rank() == 2:
             with contextlib.suppress(ValueError), rank_status().activity("the forward"):
                 raise ValueError("no such token")
-            wait_for(tmp_path / "told 0"), wait_for(tmp_path / "told 1")
+            wait_for(told_by(0, tmp_path)), wait_for(told_by(1, tmp_path))
         dist.barrier()
         return told.getvalue()
 
@@ -91,11 +68,11 @@ def test_a_rank_whose_process_has_ended(tmp_path: Path, how: str) -> None:
         if rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else rank_status().leave()
         if rank() == 1:
-            wait_for(tmp_path / "told 0")
+            wait_for(told_by(0, tmp_path))
         if rank() < 2:
             dist.barrier(group)
         else:
-            wait_for(tmp_path / "told 0")
+            wait_for(told_by(0, tmp_path))
         return told.getvalue()
 
     outcomes = run_ranks(run, world_size=3, timeout=90, expect="any")
@@ -151,6 +128,7 @@ def gathers() -> None:
     engine(torch.ones(2, 8), rank() == 0)
 
 
+@pytest.mark.extended(but=("messages", "gathers"))
 @pytest.mark.parametrize(
     ("act", "verdict"),
     [
@@ -159,17 +137,18 @@ def gathers() -> None:
         (messages_and_barrier, "rank 1 waits for torch.distributed.barrier()"),
         (gathers, "rank 0 waits for the gather of 'first.weight', 'first.bias'"),
     ],
+    ids=["barriers", "messages", "messages and barrier", "gathers"],
 )
 def test_ranks_that_wait_for_each_other(tmp_path: Path, act: Callable[[], None], verdict: str) -> None:
     """Each rank prints the verdict, with line and remedy, and ends."""
 
     def run() -> None:
-        begin(tmp_path, lambda: threading.Timer(1.0, os._exit, [0]).start())
+        begin(tmp_path, end_soon)
         act()
 
     run_ranks(run, timeout=90, expect="any")
     for number in range(2):
-        told = (tmp_path / f"told {number}").read_text()
+        told = told_by(number, tmp_path).read_text()
         assert "Either a rank has ended" in told and verdict in told and "test_early_verdicts.py:" in told, told
 
 
@@ -188,6 +167,7 @@ def hold() -> None:
     ctypes.PyDLL(None).sleep(7)
 
 
+@pytest.mark.extended(but=("sleep", "hold"))
 @pytest.mark.parametrize("busy", [sleep, compute, hold])
 def test_nothing_is_said_while_a_rank_is_busy(tmp_path: Path, busy: Callable[[], None]) -> None:
     def run() -> str:

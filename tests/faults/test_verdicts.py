@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.faults.verdicts import FAULTS, is_right, verdicts
+from tests.faults.verdicts import FAULTS, early_verdicts, is_right, meet, verdicts
 from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
@@ -38,6 +38,18 @@ def test_verdict_on_a_fault(name: str, stage: int, world_size: int) -> None:
 @pytest.mark.parametrize(("name", "stage", "world_size"), ALL)
 def test_verdict_on_every_fault(name: str, stage: int, world_size: int) -> None:
     test_verdict_on_a_fault(name, stage, world_size)
+
+
+@pytest.mark.extended(but=("skips a module-3", "calls a barrier of its own-2"))
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [(name, stage) for name, fault in FAULTS.items() if fault.within is fault.before is None or fault.before is meet
+     for stage in fault.stages],
+)  # fmt: skip
+def test_verdict_long_before_the_timeout(name: str, stage: int, tmp_path: Path) -> None:
+    """Of ranks that wait for each other. On gloo, who ends is missed at once, and who sleeps may come."""
+    for verdict in early_verdicts(name, stage, 2, tmp_path):
+        assert is_right(name, verdict), verdict
 
 
 # ---- without ranks ---------------------------------------------------------------------------------------------------

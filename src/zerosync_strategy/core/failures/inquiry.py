@@ -81,7 +81,8 @@ class Inquiries:
         with suppress(RuntimeError):  # and perhaps a call that was never answered
             listening.delete_key(f"call/{self._number}/{rank}")
         self._host = f"host/{processes.host()}"
-        listening.append(self._host, json.dumps([rank, *processes.this_process()]) + "\n")
+        with suppress(RuntimeError):  # a store that cannot append: then errors describe this rank only
+            listening.append(self._host, json.dumps([rank, *processes.this_process()]) + "\n")
         self._thread = threading.Thread(
             target=self._listen, args=(listening,), name="zerosync-rank-status", daemon=True
         )
@@ -118,7 +119,8 @@ class Inquiries:
             for attempt in range(_COLLECTORS):
                 if store.add(f"asked/{number}/{attempt}", 1) == 1:
                     break
-                self._answer(store, number, ())
+                if states[self._rank].phase is Phase.LOST:  # else its thread answers, which is asked for more
+                    self._answer(store, number, ())
                 with suppress(RuntimeError):
                     return _summary(store, number)
         except RuntimeError:  # the store ends with the rank that hosts it

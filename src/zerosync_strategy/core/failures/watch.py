@@ -58,6 +58,7 @@ class HangWatch:
         while not self._ended.wait(self._pause):
             if self._has_to_ask():
                 self.hear(self._ask())
+                self._has_heard = False  # from itself
 
     def _has_to_ask(self) -> bool:
         """Look, and return whether this rank is stuck and it is time for an inquiry."""
