@@ -77,7 +77,7 @@ class InFlight:
                 self._error = error
                 raise
             self.is_done = True
-            self._works, self._finish, self._alive = (), lambda: None, None
+            self._works, self._finish, self._alive, self._exchange = (), lambda: None, None, None
         return self._result
 
     def _wait(self) -> None:
@@ -328,11 +328,10 @@ def exchange(
     return InFlight(works, finish, messages, timeout_of(process_group), label, issued(messages, process_group, tag))
 
 
-def issued(messages: Iterable[Message], process_group: Any, tag: int) -> Exchange:
+def issued(messages: Sequence[Message], process_group: Any, tag: int) -> Exchange:
     """Record an exchange of these messages, for verdicts on who waits in vain."""
     group: Any = dist.group.WORLD if process_group is None else process_group
-    peers = (peer for peer, sent, received in messages if any(map(len, (*sent, *received))))
-    return issue(group, group.group_name, tag, tuple(peers))
+    return issue(group, group.group_name, tag, messages)
 
 
 def sum_messages(

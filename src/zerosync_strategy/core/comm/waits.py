@@ -6,7 +6,7 @@ The main thread records what it waits for; the thread that answers other ranks r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -31,13 +31,18 @@ class OfReduction(str):
 
 
 class Exchange(NamedTuple):
-    """Messages to and from ``peers``, ranks of the process group, off NCCL: its ``place``-th exchange of this tag."""
+    """Messages between ranks of a process group, off NCCL: its ``place``-th exchange of this tag."""
 
     process_group: Any
     name: str
     tag: int
     place: int
-    peers: tuple[int, ...]
+    messages: Sequence[tuple[int, Any, Any]]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks of the process group that have to issue it, too."""
+        return tuple(peer for peer, sent, received in self.messages if any(map(len, (*sent, *received))))
 
 
 _waits_for = ""
@@ -57,13 +62,13 @@ def labels_of_launched() -> dict[tuple[str, int], object]:
     return {(group, number): label for group, number, label in list(_launched)}
 
 
-def issue(process_group: Any, name: str, tag: int, peers: tuple[int, ...]) -> Exchange:
+def issue(process_group: Any, name: str, tag: int, messages: Sequence[tuple[int, Any, Any]]) -> Exchange:
     """Record that this rank has issued an exchange over the process group of this ``name``."""
     # Messages of one tag meet in their order, so the ranks of an exchange count the same.
     place = _issued[name, tag] = _issued.pop((name, tag), 0) + 1
     if len(_issued) > _TAGS:
         del _issued[next(iter(_issued))]
-    return Exchange(process_group, name, tag, place, peers)
+    return Exchange(process_group, name, tag, place, messages)
 
 
 def number_issued(name: str, tag: int) -> int:
