@@ -3,9 +3,11 @@
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,17 +300,36 @@ def test_ranks_that_agree_reduce_64_bytes_and_others_send_little(monkeypatch: py
 
 
 def test_a_process_group_that_is_gone_is_not_kept() -> None:
-    def run() -> bool:
+    """Nor is its store: the next one at its address would find what was written to it."""
+
+    def run() -> tuple[bool, bool]:
         import gc
 
-        dist.init_process_group("gloo", store=a_store(), rank=0, world_size=1)
+        store = a_store()
+        kept = weakref.ref(store)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         rank_status()
+        del store
         dist.destroy_process_group()
         gc.collect()
         assert module._current is not None
-        return module._current[0]() is None
+        return module._current[0]() is None, kept() is None
 
-    assert run_ranks(run, world_size=1) == [True]
+    assert run_ranks(run, world_size=1) == [(True, True)]
+
+
+def test_one_connection_more_than_the_process_group_has() -> None:
+    def run() -> int:
+        def sockets() -> int:
+            links = (file.readlink() for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+            return sum(link.name.startswith("socket") for link in links)
+
+        dist.init_process_group("gloo")
+        before = sockets()
+        rank_status()
+        return sockets() - before
+
+    assert run_ranks(run)[1] == 1  # of the rank that does not host the store
 
 
 def test_the_line_of_a_package_between_comes_with_that_of_the_program() -> None:

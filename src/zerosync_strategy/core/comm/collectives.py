@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from zerosync_strategy.core.comm.waits import Exchange, issue, launched, waiting
+from zerosync_strategy.core.comm.waits import Exchange, Waiting, issue, launched
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.interpose import replaced
 
@@ -81,7 +81,7 @@ class InFlight:
         return self._result
 
     def _wait(self) -> None:
-        with waiting(self._label, self._exchange):
+        with Waiting(self._label, self._exchange):
             for work in self._works:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
         self._result = self._finish()

@@ -6,8 +6,7 @@ The main thread records what it waits for; the thread that answers other ranks r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -81,18 +80,24 @@ def awaited() -> Exchange | None:
     return _exchange
 
 
-@contextmanager
-def waiting(label: str, exchange: Exchange | None = None) -> Iterator[None]:
-    """Around the wait for a collective, or an ``exchange`` of messages."""
-    global _waits_for, _exchange, _failed
-    before, (_waits_for, _exchange, _failed) = (_waits_for, _exchange), (label, exchange, "")
-    try:
-        yield
-    except BaseException:
-        _failed = label
-        raise
-    finally:
-        _waits_for, _exchange = before
+class Waiting:
+    """Around the wait for a collective, or an ``exchange`` of messages. A class: a generator would cost more."""
+
+    __slots__ = ("_before", "_exchange", "_label")
+
+    def __init__(self, label: str, exchange: Exchange | None = None) -> None:
+        self._label, self._exchange = label, exchange
+
+    def __enter__(self) -> None:
+        global _waits_for, _exchange, _failed
+        self._before = _waits_for, _exchange
+        _waits_for, _exchange, _failed = self._label, self._exchange, ""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        global _waits_for, _exchange, _failed
+        _waits_for, _exchange = self._before
+        if error is not None:
+            _failed = self._label
 
 
 def describe_wait(frame: FrameType | None, failed: bool = False) -> str:

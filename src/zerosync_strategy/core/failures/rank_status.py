@@ -144,7 +144,7 @@ class RankStatus:
             self._watch.end()
         if self._inquiries is not None:
             self._inquiries.end()
-        self._inquiries = None
+        self._watch = self._inquiries = None
 
     def _waits(self) -> bool:
         return bool(self._state().with_pending().waits_for)
