@@ -19,7 +19,8 @@ from tests.harness.engines import make_engine, rank, start
 from tests.harness.ranks import run_ranks
 from tests.harness.told import LOOK, Told, end_soon, look_often, told_by
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm.collectives import InFlight, issued
+from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.waits import issue
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 MINUTES = timedelta(minutes=4)  # the timeout, of which none of these waits sees the half
@@ -90,7 +91,7 @@ class Slow:
 def exchange(tag: int, seconds: float) -> InFlight:
     peer = 1 - rank()
     message = peer, [torch.ones(1)], [torch.ones(1)]
-    of_tag = issued([message], None, tag)
+    of_tag = issue(None, tag, [message])
     return InFlight([Slow()], lambda: None, timeout=timedelta(seconds=seconds), label=f"it {tag}", exchange=of_tag)
 
 

@@ -40,8 +40,7 @@ class InFlight:
         alive: what must live until then.
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
             stream. gloo uses the one with which the group was made, unless one is given.
-        label: names it in errors while it is waited for.
-        exchange: of messages, for which the host waits.
+        label: names it in errors while it is waited for. ``exchange``: of messages, for which the host waits.
 
     Attributes:
         is_done: it was waited for.
@@ -320,18 +319,11 @@ Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def exchange(
-    messages: Iterable[Message], process_group: Any, tag: int, label: str, finish: Callable[[], torch.Tensor]
+    messages: Sequence[Message], process_group: Any, tag: int, label: str, finish: Callable[[], torch.Tensor]
 ) -> InFlight:
     """Exchange messages with other ranks; ``finish`` returns the result."""
-    messages = list(messages)
     works = send_and_receive(messages, process_group, tag)
-    return InFlight(works, finish, messages, timeout_of(process_group), label, issued(messages, process_group, tag))
-
-
-def issued(messages: Sequence[Message], process_group: Any, tag: int) -> Exchange:
-    """Record an exchange of these messages, for verdicts on who waits in vain."""
-    group: Any = dist.group.WORLD if process_group is None else process_group
-    return issue(group, group.group_name, tag, messages)
+    return InFlight(works, finish, messages, timeout_of(process_group), label, issue(process_group, tag, messages))
 
 
 def sum_messages(

@@ -31,7 +31,6 @@ from zerosync_strategy.core.comm.collectives import (
     exchange,
     gather_words,
     is_native,
-    issued,
     new_group,
     reduce_scatter,
     send_and_receive,
@@ -40,6 +39,7 @@ from zerosync_strategy.core.comm.collectives import (
 )
 from zerosync_strategy.core.comm.messages import loopback
 from zerosync_strategy.core.comm.relay import Relay
+from zerosync_strategy.core.comm.waits import issue
 from zerosync_strategy.core.options.budgets import AUTO
 
 
@@ -251,7 +251,7 @@ class Nodes:
         count_sent(within, self.process_group)
         second = partial(send_and_receive, within, self.process_group, tag, dist)
         works = [self._relay.launch_after(first, timeout, second)]
-        exchange = issued([*between, *within], self.process_group, tag)
+        exchange = issue(self.process_group, tag, [*between, *within])
         return InFlight(works, lambda: result, alive, timeout, label, exchange)
 
     def ranks_within(self, device: torch.device) -> tuple[Any, list[int]]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 _KEPT = 1024
 """The most launched collectives to remember."""
 _TAGS = 4096
@@ -61,13 +63,15 @@ def labels_of_launched() -> dict[tuple[str, int], object]:
     return {(group, number): label for group, number, label in list(_launched)}
 
 
-def issue(process_group: Any, name: str, tag: int, messages: Sequence[tuple[int, Any, Any]]) -> Exchange:
-    """Record that this rank has issued an exchange over the process group of this ``name``."""
+def issue(process_group: Any, tag: int, messages: Sequence[tuple[int, Any, Any]]) -> Exchange:
+    """Record that this rank has issued an exchange of these messages, for verdicts on who waits in vain."""
+    group: Any = dist.group.WORLD if process_group is None else process_group
+    name = group.group_name
     # Messages of one tag meet in their order, so the ranks of an exchange count the same.
     place = _issued[name, tag] = _issued.pop((name, tag), 0) + 1
     if len(_issued) > _TAGS:
         del _issued[next(iter(_issued))]
-    return Exchange(process_group, name, tag, place, messages)
+    return Exchange(group, name, tag, place, messages)
 
 
 def number_issued(name: str, tag: int) -> int:
