@@ -48,7 +48,7 @@ def participate(ports: Any, ranks: range, world_size: int, asking: set[int], bar
     """Be ``ranks``: those of ``asking`` ask at once. Put the seconds, operations and texts on ``results``."""
     inquiry.PrefixStore = CountingStore  # type: ignore[misc, assignment]
     store = dist.TCPStore("127.0.0.1", ports.get(), timeout=timedelta(seconds=300))
-    statuses = {rank: RankStatus(store, rank, world_size) for rank in ranks}
+    statuses = {rank: RankStatus(store.clone(), rank, world_size) for rank in ranks}  # each with a process's own store
     mine = [statuses[rank] for rank in ranks if rank in asking]
     error = RuntimeError("Timed out waiting 5000ms for recv operation to complete")
     time.sleep(1)  # for the threads that begin to wait

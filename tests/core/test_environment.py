@@ -31,7 +31,7 @@ FINE = Surroundings(
         ({"communicators": 3}, "3 NCCL communicators", "set NCCL_LAUNCH_ORDER_IMPLICIT=1"),
         ({"ranks": 65}, "bfloat16 over 65 ranks", "reduction='ordered'"),
         ({"ranks": 513, "dtype": torch.float16}, "float16 over 513 ranks", "'communication_data_type': 'fp32'"),
-        ({"everyone": 1024}, "may open 1024 files", "ulimit -n 3328"),
+        ({"everyone": 1024}, "may open 1024 files", "ulimit -n 2304"),
     ],
 )  # fmt: skip
 def test_each_problem_is_a_sentence_with_its_remedy(change: dict[str, Any], found: str, remedy: str) -> None:

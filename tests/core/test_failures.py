@@ -3,9 +3,11 @@
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ def a_store() -> dist.TCPStore:
 @pytest.fixture
 def statuses() -> Any:
     store = a_store()
-    made = [RankStatus(store, rank, 3) for rank in range(3)]
+    made = [RankStatus(store.clone(), rank, 3) for rank in range(3)]
     yield made
     for status in made:
         status.end()
@@ -81,8 +83,8 @@ def test_a_collector_that_dies_is_replaced(statuses: list[RankStatus], monkeypat
 
 def test_ranks_that_have_stopped_are_waited_for_a_second_and_others_five() -> None:
     store = a_store()
-    here = RankStatus(store, 0, 3)
-    gone = RankStatus(store, 1, 3)
+    here = RankStatus(store.clone(), 0, 3)
+    gone = RankStatus(store.clone(), 1, 3)
     gone.record_failure("ValueError in the forward")
     gone.end()
     began = time.monotonic()
@@ -90,7 +92,7 @@ def test_ranks_that_have_stopped_are_waited_for_a_second_and_others_five() -> No
     assert "rank 1: has stopped: ValueError in the forward" in text
     assert "rank 2: gave no answer: its process has ended" in text
     assert 4.5 < time.monotonic() - began < 9
-    third = RankStatus(store, 2, 3)
+    third = RankStatus(store.clone(), 2, 3)
     began = time.monotonic()
     assert "rank 2: outside of the engine" in here.describe("the test", ERROR)
     assert time.monotonic() - began < 4
@@ -298,17 +300,36 @@ def test_ranks_that_agree_reduce_64_bytes_and_others_send_little(monkeypatch: py
 
 
 def test_a_process_group_that_is_gone_is_not_kept() -> None:
-    def run() -> bool:
+    """Nor is its store: the next one at its address would find what was written to it."""
+
+    def run() -> tuple[bool, bool]:
         import gc
 
-        dist.init_process_group("gloo", store=a_store(), rank=0, world_size=1)
+        store = a_store()
+        kept = weakref.ref(store)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         rank_status()
+        del store
         dist.destroy_process_group()
         gc.collect()
         assert module._current is not None
-        return module._current[0]() is None
+        return module._current[0]() is None, kept() is None
 
-    assert run_ranks(run, world_size=1) == [True]
+    assert run_ranks(run, world_size=1) == [(True, True)]
+
+
+def test_one_connection_more_than_the_process_group_has() -> None:
+    def run() -> int:
+        def sockets() -> int:
+            links = (file.readlink() for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+            return sum(link.name.startswith("socket") for link in links)
+
+        dist.init_process_group("gloo")
+        before = sockets()
+        rank_status()
+        return sockets() - before
+
+    assert run_ranks(run)[1] == 1  # of the rank that does not host the store
 
 
 def test_the_line_of_a_package_between_comes_with_that_of_the_program() -> None:

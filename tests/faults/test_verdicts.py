@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.faults.verdicts import FAULTS, is_right, verdicts
+from tests.faults.verdicts import FAULTS, early_verdicts, is_right, meet, verdicts
 from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.doing import Advice, Doing
 from zerosync_strategy.core.failures.flight_recorder import Recorded, recorded
+from zerosync_strategy.core.failures.pending import Issued, Wait, issued
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
-from zerosync_strategy.core.failures.verdict import judge
+from zerosync_strategy.core.failures.verdict import is_certain, judge
 from zerosync_strategy.core.failures.words import ADVICE, error_text, report, sentence
 
 # Each fault once; the slow test has all of it.
@@ -38,6 +39,18 @@ def test_verdict_on_a_fault(name: str, stage: int, world_size: int) -> None:
 @pytest.mark.parametrize(("name", "stage", "world_size"), ALL)
 def test_verdict_on_every_fault(name: str, stage: int, world_size: int) -> None:
     test_verdict_on_a_fault(name, stage, world_size)
+
+
+@pytest.mark.extended(but=("skips a module-3", "calls a barrier of its own-2"))
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [(name, stage) for name, fault in FAULTS.items() if fault.within is fault.before is None or fault.before is meet
+     for stage in fault.stages],
+)  # fmt: skip
+def test_verdict_long_before_the_timeout(name: str, stage: int, tmp_path: Path) -> None:
+    """Of ranks that wait for each other. On gloo, who ends is missed at once, and who sleeps may come."""
+    for verdict in early_verdicts(name, stage, 2, tmp_path):
+        assert is_right(name, verdict), verdict
 
 
 # ---- without ranks ---------------------------------------------------------------------------------------------------
@@ -173,3 +186,43 @@ def test_collectives_of_a_process_group_that_is_made_anew(tmp_path: Path) -> Non
         return (found[0].number, found[0].sizes == "[7]") if found else (2, True)
 
     assert run_ranks(run) == [(2, True)] * 2
+
+
+# ---- what is certain -------------------------------------------------------------------------------------------------
+
+
+def on_nccl(name: str, number: int) -> dict[str, Any]:
+    """An entry of torch's flight recorder."""
+    return {
+        "process_group": ("0", "default_pg"), "pg_id": 0, "collective_seq_id": number, "profiling_name": f"nccl:{name}",
+        "state": "scheduled", "retired": False, "input_sizes": [[4]], "is_p2p": False,
+    }  # fmt: skip
+
+
+def test_collectives_of_nccl_that_do_not_meet() -> None:
+    """NCCL matches them by their order alone, so another one with the same number comes in the place of the awaited."""
+    entries = [on_nccl("reduce", 6), on_nccl("_all_gather_base", 7)]
+    keys = [("nccl", "0", number, f"nccl:{name}", "") for name, number in
+            [("reduce", 6), ("_all_gather_base", 7), ("reduce", 7), ("reduce", 8)]]  # fmt: skip
+    same = [Issued.SAME, Issued.SAME, Issued.OTHER, Issued.NOT_YET]
+    assert list(issued(keys, entries)) == same
+    assert list(issued([("gloo", "0", 7, "gloo:barrier", "")], entries)) == [Issued.NOT_YET]
+
+
+def test_only_what_no_rank_can_issue_any_more_is_waited_for_in_vain() -> None:
+    def waiting(by_rank: Any, blocks: bool, *members: int) -> list[RankState]:
+        return [
+            replace(FORWARD, rank=rank, wait=Wait(keys[rank], members, blocks), issued=found)
+            for rank, found in enumerate(by_rank)
+        ]
+
+    keys = [("nccl", "0", 7, "nccl:reduce", ""), ("nccl", "0", 7, "nccl:broadcast", ""), ("nccl", "1", 3, "x", "")]
+    other = waiting([(1, 2, 1), (2, 1, 1)], blocks=False)
+    assert is_certain(other, keys)
+    assert not is_certain(other, keys[:1])  # the last inquiry knew of one alone
+    assert not is_certain([*other, replace(IDLE, rank=2, issued=(1, 1, 1))], keys)  # who computes may know better
+    assert not is_certain(waiting([(1, 0, 0), (0, 1, 0)], blocks=False), keys)  # hosts that may go on
+    assert is_certain(waiting([(1, 0, 0), (0, 1, 0)], True, 0, 1), keys)
+    assert not is_certain(waiting([(1, 0, 1), (0, 1, 1), (0, 0, 1)], True, 0, 1), keys)  # all have issued the last
+    assert not is_certain(waiting([(1, 0), (1, 1)], True, 0, 1), keys)  # all have issued the first
+    assert not is_certain([FORWARD, GONE], keys) and is_certain([FORWARD, replace(GONE, rank=1, pid=7)], keys)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed.compile.backend  # noqa: F401  (each rank would import it)
@@ -20,7 +21,8 @@ from torch import nn
 
 from tests.harness import engines
 from tests.harness.engines import rank, start
-from tests.harness.ranks import RankOutcome, run_ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.told import end_soon, look_often, told_by
 from zerosync_strategy import attach
 from zerosync_strategy.core.failures.doing import Advice
 from zerosync_strategy.core.failures.words import ADVICE
@@ -106,7 +108,7 @@ FAULTS = {
         FIRST, skips=True, options=(("coalesce", False),),
     ),
     "is killed in a module": Fault(
-        "rank 1 has ended without an error, or cannot be reached", SECOND, within=die, own="RankDied"
+        "rank 1 has ended without an error", SECOND, within=die, own="RankDied"
     ),
     "sleeps in a module": Fault(
         "rank 1 is in the forward and does not communicate, window 3, backward 2, module 'Net', at LINE sleep",
@@ -128,10 +130,16 @@ FAULTS = {
 }  # fmt: skip
 
 
-def train(stage: int, fault: Fault) -> None:
-    """Three windows of two backwards; the victim does something else in the last."""
-    start(timedelta(seconds=60))
-    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
+def train(stage: int, fault: Fault, told: Path | None = None) -> None:
+    """Three windows of two backwards; the victim does something else in the last.
+
+    With `told`, a folder, the timeout is long, and a rank ends when it has printed a verdict there.
+    """
+    start(timedelta(minutes=4 if told else 1))
+    if told:
+        look_often(told, end_soon)
+    else:
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT)
     net = Net()
     nothing_ahead = dict.fromkeys(
         ("stage3_param_persistence_threshold", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"), 0
@@ -153,9 +161,9 @@ def train(stage: int, fault: Fault) -> None:
     dist.barrier()
 
 
-def verdict_of(outcome: RankOutcome) -> str:
+def verdict_of(text: str) -> str:
     """The verdict in an error, or nothing."""
-    found = re.search(r"^Verdict: (.*)$", outcome.message, re.MULTILINE)
+    found = re.search(r"^Verdict: (.*)$", text, re.MULTILINE)
     return found[1] if found else ""
 
 
@@ -181,7 +189,13 @@ def verdicts(name: str, stage: int, world_size: int) -> list[str]:
     judging = [outcome for outcome in outcomes if outcome.rank != VICTIM or victim_judges]
     for outcome in judging:
         assert outcome.error == "RankError", str(outcome)
-    return [verdict_of(outcome) for outcome in judging]
+    return [verdict_of(outcome.message) for outcome in judging]
+
+
+def early_verdicts(name: str, stage: int, world_size: int, folder: Path) -> list[str]:
+    """The verdicts that the ranks print while they wait."""
+    run_ranks(train, stage, FAULTS[name], folder, world_size=world_size, expect="any", timeout=90)
+    return [verdict_of(told_by(number, folder).read_text()) for number in range(world_size)]
 
 
 def main(world_sizes: list[int]) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from zerosync_strategy.core.comm.waits import launched, waiting
+from zerosync_strategy.core.comm.waits import Exchange, Waiting, issue, launched
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.interpose import replaced
 
@@ -40,7 +40,7 @@ class InFlight:
         alive: what must live until then.
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
             stream. gloo uses the one with which the group was made, unless one is given.
-        label: names it in errors while it is waited for.
+        label: names it in errors while it is waited for. ``exchange``: of messages, for which the host waits.
 
     Attributes:
         is_done: it was waited for.
@@ -48,10 +48,10 @@ class InFlight:
 
     def __init__(
         self, works: Sequence[Any], finish: Callable[[], Any], alive: Any = None, timeout: timedelta | None = None,
-        label: str = "",
+        label: str = "", exchange: Exchange | None = None,
     ) -> None:  # fmt: skip
         self._works, self._finish, self._alive = works, finish, alive
-        self._timeout, self._label = timeout, label
+        self._timeout, self._label, self._exchange = timeout, label, exchange
         self._result: Any = None
         self._error: Exception | None = None
         self.is_done = False
@@ -76,11 +76,11 @@ class InFlight:
                 self._error = error
                 raise
             self.is_done = True
-            self._works, self._finish, self._alive = (), lambda: None, None
+            self._works, self._finish, self._alive, self._exchange = (), lambda: None, None, None
         return self._result
 
     def _wait(self) -> None:
-        with waiting(self._label):
+        with Waiting(self._label, self._exchange):
             for work in self._works:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
         self._result = self._finish()
@@ -319,11 +319,11 @@ Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def exchange(
-    messages: Iterable[Message], process_group: Any, tag: int, label: str, finish: Callable[[], torch.Tensor]
+    messages: Sequence[Message], process_group: Any, tag: int, label: str, finish: Callable[[], torch.Tensor]
 ) -> InFlight:
     """Exchange messages with other ranks; ``finish`` returns the result."""
     works = send_and_receive(messages, process_group, tag)
-    return InFlight(works, finish, messages, timeout_of(process_group), label)
+    return InFlight(works, finish, messages, timeout_of(process_group), label, issue(process_group, tag, messages))
 
 
 def sum_messages(

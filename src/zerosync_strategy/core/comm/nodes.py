@@ -39,6 +39,7 @@ from zerosync_strategy.core.comm.collectives import (
 )
 from zerosync_strategy.core.comm.messages import loopback
 from zerosync_strategy.core.comm.relay import Relay
+from zerosync_strategy.core.comm.waits import issue
 from zerosync_strategy.core.options.budgets import AUTO
 
 
@@ -249,7 +250,9 @@ class Nodes:
         timeout = timeout_of(self.process_group)
         count_sent(within, self.process_group)
         second = partial(send_and_receive, within, self.process_group, tag, dist)
-        return InFlight([self._relay.launch_after(first, timeout, second)], lambda: result, alive, timeout, label)
+        works = [self._relay.launch_after(first, timeout, second)]
+        exchange = issue(self.process_group, tag, [*between, *within])
+        return InFlight(works, lambda: result, alive, timeout, label, exchange)
 
     def ranks_within(self, device: torch.device) -> tuple[Any, list[int]]:
         """Return a process group for tensors on ``device``, and the ranks in it of this node, by place."""

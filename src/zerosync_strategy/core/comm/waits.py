@@ -6,12 +6,16 @@ The main thread records what it waits for; the thread that answers other ranks r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 _KEPT = 1024
 """The most launched collectives to remember."""
+_TAGS = 4096
+"""The most tags of exchanges to remember."""
 # torch's functions; each is one collective, and waits for it unless it is asynchronous.
 _COLLECTIVES = frozenset(
     f"{name}{suffix}"
@@ -27,9 +31,26 @@ class OfReduction(str):
     __slots__ = ()
 
 
+class Exchange(NamedTuple):
+    """Messages between ranks of a process group, off NCCL: its ``place``-th exchange of this tag."""
+
+    process_group: Any
+    name: str
+    tag: int
+    place: int
+    messages: Sequence[tuple[int, Any, Any]]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks of the process group that have to issue it, too."""
+        return tuple(peer for peer, sent, received in self.messages if any(map(len, (*sent, *received))))
+
+
 _waits_for = ""
+_exchange: Exchange | None = None  # that it waits for, if it waits for messages
 _failed = ""  # the last wait that ended with an error
 _launched: deque[tuple[str, int, object]] = deque(maxlen=_KEPT)  # the backend's own collectives: group, number, label
+_issued: dict[tuple[str, int], int] = {}  # numbers of exchanges by process group and tag, last used last
 
 
 def launched(group: str, number: int, label: object) -> None:
@@ -42,18 +63,45 @@ def labels_of_launched() -> dict[tuple[str, int], object]:
     return {(group, number): label for group, number, label in list(_launched)}
 
 
-@contextmanager
-def waiting(label: str) -> Iterator[None]:
-    """Around the wait for an exchange."""
-    global _waits_for, _failed
-    before, _waits_for, _failed = _waits_for, label, ""
-    try:
-        yield
-    except BaseException:
-        _failed = label
-        raise
-    finally:
-        _waits_for = before
+def issue(process_group: Any, tag: int, messages: Sequence[tuple[int, Any, Any]]) -> Exchange:
+    """Record that this rank has issued an exchange of these messages, for verdicts on who waits in vain."""
+    group: Any = dist.group.WORLD if process_group is None else process_group
+    name = group.group_name
+    # Messages of one tag meet in their order, so the ranks of an exchange count the same.
+    place = _issued[name, tag] = _issued.pop((name, tag), 0) + 1
+    if len(_issued) > _TAGS:
+        del _issued[next(iter(_issued))]
+    return Exchange(group, name, tag, place, messages)
+
+
+def number_issued(name: str, tag: int) -> int:
+    """Return how many exchanges with this tag this rank has issued over the process group of this ``name``."""
+    return _issued.get((name, tag), 0)
+
+
+def awaited() -> Exchange | None:
+    """Return the exchange for which the main thread is blocked, if any."""
+    return _exchange
+
+
+class Waiting:
+    """Around the wait for a collective, or an ``exchange`` of messages. A class: a generator would cost more."""
+
+    __slots__ = ("_before", "_exchange", "_label")
+
+    def __init__(self, label: str, exchange: Exchange | None = None) -> None:
+        self._label, self._exchange = label, exchange
+
+    def __enter__(self) -> None:
+        global _waits_for, _exchange, _failed
+        self._before = _waits_for, _exchange
+        _waits_for, _exchange, _failed = self._label, self._exchange, ""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        global _waits_for, _exchange, _failed
+        _waits_for, _exchange = self._before
+        if error is not None:
+            _failed = self._label
 
 
 def describe_wait(frame: FrameType | None, failed: bool = False) -> str:
@@ -79,6 +127,7 @@ def reset() -> None:
     global _failed
     _failed = ""
     _launched.clear()
+    _issued.clear()
 
 
 def torch_collective(frame: FrameType | None) -> str:

@@ -9,7 +9,7 @@ in neither, so ZeroSync's own exchanges are not recorded (``comm/waits.py`` trac
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,33 +77,38 @@ def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
     return package
 
 
-def recorded() -> tuple[Recorded, ...]:
-    """Return the last collective of this process by process group, and the first incomplete one.
+Entry = Mapping[str, Any]
 
-    Takes some 20 ms, and the first time up to a second.
+
+def entries() -> list[Entry]:
+    """Return what torch has recorded of this process, oldest first. Takes some 20 ms, the first time up to a second.
+
+    Collectives launched as a group share a number: the last entry with it is the group's, which has no sizes and is the
+    only one that is ever complete. So of each group, the first entry is returned, with the state of the last.
     """
     bindings: Any = torch._C._distributed_c10d
     found = [pickle.loads(getattr(bindings, name)()) for name in _RECORDERS if hasattr(bindings, name)]
-    entries = [entry for each in found for entry in each.get("entries", ())]
-    entries.sort(key=lambda entry: entry["time_created_ns"])  # stable: keeps the order within a backend
-    return _of_interest(entries, waits.labels_of_launched())
-
-
-def _of_interest(
-    entries: Iterable[Mapping[str, Any]], labels: Mapping[tuple[str, int], object]
-) -> tuple[Recorded, ...]:
-    # Collectives launched as a group share a number. The last entry with it is the group's, which has no sizes and is
-    # the only one that is ever complete. Names and numbers repeat where a process group is made anew.
-    launched: dict[tuple[object, ...], Mapping[str, Any]] = {}
-    for entry in entries:
+    of_all = [entry for each in found for entry in each.get("entries", ())]
+    of_all.sort(key=lambda entry: entry["time_created_ns"])  # stable: keeps the order within a backend
+    launched: dict[tuple[object, ...], Entry] = {}  # names and numbers repeat where a process group is made anew
+    for entry in of_all:
         if not entry["is_p2p"]:
             key = entry["process_group"][0], _is_gloos(entry), entry.get("pg_id"), entry["collective_seq_id"]
             first = launched.pop(key, entry)
             is_group = entry["profiling_name"] == "nccl:coalesced"
             launched[key] = {**first, "state": entry["state"]} if is_group else entry
-    last: dict[tuple[str, bool], Mapping[str, Any]] = {}
-    incomplete: dict[tuple[str, bool], Mapping[str, Any]] = {}
-    for entry in launched.values():
+    return list(launched.values())
+
+
+def recorded(of_process: Sequence[Entry] | None = None) -> tuple[Recorded, ...]:
+    """Return the last collective by process group, last used first, each followed by the group's first incomplete one.
+
+    ``of_process``: what :func:`entries` returns, if that was called already.
+    """
+    labels = waits.labels_of_launched()
+    last: dict[tuple[str, bool], Entry] = {}
+    incomplete: dict[tuple[str, bool], Entry] = {}
+    for entry in entries() if of_process is None else of_process:
         group = entry["process_group"][0], _is_gloos(entry)
         last.pop(group, None)  # keeps the last used group at the end
         last[group] = entry
@@ -117,16 +122,36 @@ def _of_interest(
     return tuple(found)
 
 
-def _is_gloos(entry: Mapping[str, Any]) -> bool:
+def find(of_process: Sequence[Entry], group: str, backend: str, number: int) -> tuple[int, Recorded | None]:
+    """Return the last number in a process group and backend, 0 if none is recorded, and the collective of a number."""
+    of_name = [
+        entry for entry in of_process if entry["process_group"][0] == group and _is_gloos(entry) == (backend == "gloo")
+    ]
+    by_number = {
+        entry["collective_seq_id"]: entry for entry in of_name if entry.get("pg_id") == of_name[-1].get("pg_id")
+    }
+    found = by_number.get(number)
+    return max(by_number, default=0), None if found is None else _named(found, waits.labels_of_launched())
+
+
+def first_incomplete(records: Sequence[Recorded]) -> Recorded | None:
+    """Return the first incomplete collective of the last used process group that has any."""
+    incomplete = [each for each in records if not each.complete]
+    group = (incomplete[0].group, incomplete[0].backend) if incomplete else None
+    of_group = (each for each in incomplete if (each.group, each.backend) == group)
+    return min(of_group, key=lambda each: each.number, default=None)
+
+
+def _is_gloos(entry: Entry) -> bool:
     return bool(entry["profiling_name"].startswith("gloo"))
 
 
-def _is_complete(entry: Mapping[str, Any]) -> bool:
+def _is_complete(entry: Entry) -> bool:
     # gloo's entries stay "scheduled", and are retired when the work is complete; NCCL's are also when it times out.
     return bool(entry["retired"]) if _is_gloos(entry) else entry["state"] == "completed"
 
 
-def _named(entry: Mapping[str, Any], labels: Mapping[tuple[str, int], object]) -> Recorded:
+def _named(entry: Entry, labels: Mapping[tuple[str, int], object]) -> Recorded:
     group, number = entry["process_group"][0], entry["collective_seq_id"]
     line = program_line((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
     sizes = " and ".join(str(size) for size in entry["input_sizes"][:3])

@@ -5,29 +5,39 @@ while it is open wait for the collector's summary. The keys:
 
 ``closed``             the number of the open inquiry, or of the next one.
 ``asked/n/k``          how many ranks have asked to be the k-th collector, which replaces one that has died.
-``call/n/r``           wakes rank r's thread, which appends its state to ``answers/n``.
+``call/n/r``           the awaited collectives. Wakes rank r's thread, which appends its state to ``answers/n``.
 ``failed/r``           the state in which rank r has stopped; empty if it has not.
+``host/h``             the ranks of a host with their processes, a line each.
+``waits/n``            the collectives that ranks wait for, and a digest of which rank waits for which.
 ``summary/n``          the report on all ranks. Written once ``closed`` is n + 1, so its readers open another inquiry.
+
+Whether all ranks wait for each other takes two inquiries: the first finds what each waits for. In the second, each
+answers whether it has issued that. If no rank has moved in between, what they answer is true at one time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from zerosync_strategy.core.failures import processes
+from zerosync_strategy.core.failures.pending import Key
+from zerosync_strategy.core.failures.processes import Process
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.words import Report, report
 
-ANSWER_SECONDS = 5.0
-"""How long a collector waits for answers."""
+_ANSWER_SECONDS = 5.0
+"""How long a collector waits for answers of processes that may live."""
 _STOPPED_SECONDS = 1.0
 """How long it waits if all missing ranks have recorded a failure."""
 _SETTLE_SECONDS = 0.5
@@ -38,31 +48,41 @@ _SUMMARY_SECONDS = 8.0
 _COLLECTORS = 2
 _PREFIX = "zerosync/rank_status"
 _NEVER = timedelta(days=10_000)
+_CONNECT = timedelta(seconds=5)
+_AWAITED = 256
+"""The most different collectives that ranks are asked about."""
 
 
 class Inquiries:
     """Asks all ranks, and runs a thread that answers other ranks with the ``state`` of this one.
 
-    After an answer, the thread calls ``heard`` with a function that waits for the summary and returns it.
+    ``state`` is given the awaited collectives. After an answer, the thread calls ``heard`` with a function that waits
+    for the summary and returns it.
 
     Raises a ``RuntimeError`` if the ``store`` of the process group cannot be shared.
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, state: Callable[[], RankState],
+        self, store: Any, rank: int, world_size: int, state: Callable[[Sequence[Key]], RankState],
         heard: Callable[[Callable[[], Report]], None] = lambda summary: None,
     ) -> None:  # fmt: skip
         self._rank = rank
         self._ranks = range(world_size)
         self._state, self._heard = state, heard
         self._ended = False
-        # Two connections, because a connection is blocked while a thread waits on it.
-        self._store: Any = PrefixStore(_PREFIX, store.clone())
-        listening: Any = PrefixStore(_PREFIX, store.clone())
-        self.record_failure(None)  # a store that outlives a restart still has earlier failures,
-        self._number = self._open_number()  # inquiries,
+        # One connection more than the process group's, because a connection is blocked while a thread waits on it, and
+        # a store has room for few.
+        self._store: Any = PrefixStore(_PREFIX, store)
+        self._connection = store.clone()
+        self._connection.set_timeout(_CONNECT)
+        listening: Any = PrefixStore(_PREFIX, self._connection)
+        listening.set(f"failed/{rank}", "")  # a store that outlives a restart still has earlier failures,
+        self._number = _open_number(listening)  # inquiries,
         with suppress(RuntimeError):  # and perhaps a call that was never answered
-            self._store.delete_key(f"call/{self._number}/{rank}")
+            listening.delete_key(f"call/{self._number}/{rank}")
+        self._host = f"host/{processes.host()}"
+        with suppress(RuntimeError):  # a store that cannot append: then errors describe this rank only
+            listening.append(self._host, json.dumps([rank, *processes.this_process()]) + "\n")
         self._thread = threading.Thread(
             target=self._listen, args=(listening,), name="zerosync-rank-status", daemon=True
         )
@@ -81,60 +101,88 @@ class Inquiries:
         self._ended = True
         with suppress(RuntimeError):  # the store may be gone, and the thread with it
             self._store.set(f"call/{self._number}/{self._rank}", "")
-        self._thread.join(timeout=1.0)
-
-    def _open_number(self) -> int:
-        return int(self._store.compare_set("closed", "", "0"))  # sets it only if the key does not exist
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
 
     # ---- asking ----------------------------------------------------------------------------------------------------
 
-    def ask(self) -> Report:
-        """Return the report on all ranks. Takes up to five seconds, and longer if a collector dies."""
-        states = {rank: RankState(rank, Phase.GONE) for rank in self._ranks} | {self._rank: self._state()}
+    def ask(self, connect: bool = False) -> Report:
+        """Return the report on all ranks. Takes up to five seconds, and longer if a collector dies.
+
+        ``connect``: over a connection of its own, as another thread may be blocked on the process group's. To connect
+        takes a millisecond, but seconds now and then.
+        """
+        states = {rank: RankState(rank, Phase.GONE) for rank in self._ranks} | {self._rank: self._state(())}
         try:
-            number = self._open_number()
+            store = self._connect() if connect else self._store
+            number = _open_number(store)
             for attempt in range(_COLLECTORS):
-                if self._store.add(f"asked/{number}/{attempt}", 1) == 1:
+                if store.add(f"asked/{number}/{attempt}", 1) == 1:
                     break
-                self._answer(self._store, number)
+                if states[self._rank].phase is Phase.LOST:  # else its thread answers, which is asked for more
+                    self._answer(store, number, ())
                 with suppress(RuntimeError):
-                    return _summary(self._store, number)
+                    return _summary(store, number)
         except RuntimeError:  # the store ends with the rank that hosts it
             return report(list(states.values()))
+        awaited: Sequence[Key] = ()
+        before = ""
         with suppress(RuntimeError):  # if the store ends, the answers read so far are used
-            self._store.multi_set([f"call/{number}/{rank}" for rank in self._ranks], [""] * len(self._ranks))
-            self._read_answers(number, states)
-        found = report(list(states.values()))
+            awaited, before = _last_waits(store, number)
+            states[self._rank] = self._state(awaited)
+            calls = [f"call/{number}/{rank}" for rank in self._ranks]
+            store.multi_set(calls, [json.dumps(awaited)] * len(calls))
+            self._read_answers(store, number, states)
+        keys, now = _waits(states)
+        found = report(list(states.values()), awaited if now == before else ())
         with suppress(RuntimeError):
-            self._store.compare_set("closed", str(number), str(number + 1))
-            self._store.set(f"summary/{number}", json.dumps(found))
+            store.set(f"waits/{number}", json.dumps([keys, now]))
+            store.compare_set("closed", str(number), str(number + 1))
+            store.set(f"summary/{number}", json.dumps(found))
         return found
 
-    def _read_answers(self, number: int, states: dict[int, RankState]) -> None:
+    def _connect(self) -> Any:
+        """Return a connection that ends with its last reference. Raise a ``RuntimeError`` if the store is gone."""
+        if not self._thread.is_alive():  # ended by that; to connect would take as long as the timeout
+            raise RuntimeError("The store of the process group has ended.")
+        return PrefixStore(_PREFIX, self._connection.clone())
+
+    def _read_answers(self, store: Any, number: int, states: dict[int, RankState]) -> None:
         """Collect the answers of the other ranks into ``states``."""
         began, missing = time.monotonic(), set(self._ranks) - {self._rank}
+        here = self._processes(store)
         settled = False
         # Ranks that fail together do so within a second. The first look is late enough for a single inquiry to suffice.
         pause = min(max(0.05, len(self._ranks) / 1000), 0.5)
         while missing or not settled:
             time.sleep(pause)
             waited, pause = time.monotonic() - began, min(2 * pause, 1.0)
-            if self._store.check([f"answers/{number}"]):
-                for line in self._store.get(f"answers/{number}").decode().splitlines():
+            ended = _dead(here)
+            if store.check([f"answers/{number}"]):
+                for line in store.get(f"answers/{number}").decode().splitlines():
                     state = RankState.decode(json.loads(line))
+                    ended |= dict(state.ended)
                     if state.rank in missing or state.phase is Phase.LOST:
                         missing.discard(state.rank)
                         states[state.rank] = state
+            dead = {rank: RankState(rank, Phase.GONE, pid=pid) for rank, pid in ended.items() if rank in missing}
+            states |= dead
             idle = {rank for rank, state in states.items() if state.phase is Phase.RUNNING and not state.waits_for}
-            stopped = self._read_failures(missing | idle)
+            stopped = self._read_failures(store, missing | idle)
             states |= stopped
+            missing -= dead.keys()
             settled = waited >= _SETTLE_SECONDS or idle <= stopped.keys()
-            if missing and waited >= (ANSWER_SECONDS if missing - stopped.keys() else _STOPPED_SECONDS):
+            if missing and waited >= (_ANSWER_SECONDS if missing - stopped.keys() else _STOPPED_SECONDS):
                 return
 
-    def _read_failures(self, ranks: set[int]) -> dict[int, RankState]:
+    def _processes(self, store: Any) -> dict[int, Process]:
+        """Return the processes of this host's ranks."""
+        lines = store.get(self._host).decode().splitlines()
+        return {rank: Process(pid, started) for rank, pid, started in map(json.loads, lines)}
+
+    def _read_failures(self, store: Any, ranks: set[int]) -> dict[int, RankState]:
         """Return the states that stopped ranks among ``ranks`` have written."""
-        written = read_keys(self._store, {rank: f"failed/{rank}" for rank in sorted(ranks)})
+        written = read_keys(store, {rank: f"failed/{rank}" for rank in sorted(ranks)})
         return {rank: RankState.decode(json.loads(text)) for rank, text in written.items() if text}
 
     # ---- answering -------------------------------------------------------------------------------------------------
@@ -143,16 +191,43 @@ class Inquiries:
         with suppress(RuntimeError):  # the store is gone, and with it the run
             # end() sets ``_ended`` before it reads ``_number``, so one of the two checks sees it.
             while not self._ended:
-                store.wait([f"call/{self._number}/{self._rank}"], _NEVER)
+                call = f"call/{self._number}/{self._rank}"
+                store.wait([call], _NEVER)
                 if self._ended:
                     return
-                self._answer(store, self._number)
+                self._answer(store, self._number, json.loads(store.get(call)))
                 with suppress(RuntimeError):  # the collector has died; another rank may ask, or none
                     self._heard(partial(_summary, store, self._number))
                 self._number += 1
 
-    def _answer(self, store: Any, number: int) -> None:
-        store.append(f"answers/{number}", json.dumps(self._state().encode()) + "\n")
+    def _answer(self, store: Any, number: int, awaited: Sequence[Key]) -> None:
+        ended = tuple(_dead(self._processes(store)).items())
+        state = replace(self._state(awaited), ended=ended)
+        store.append(f"answers/{number}", json.dumps(state.encode()) + "\n")
+
+
+def _open_number(store: Any) -> int:
+    return int(store.compare_set("closed", "", "0"))  # sets it only if the key does not exist
+
+
+def _dead(here: dict[int, Process]) -> dict[int, int]:
+    """Return the ranks whose processes have ended, each with its process id."""
+    return {rank: process.pid for rank, process in here.items() if process.has_ended}
+
+
+def _waits(states: dict[int, RankState]) -> tuple[list[Key], str]:
+    """Return the collectives that ranks wait for, and a digest of which rank waits for which."""
+    by_rank = {rank: state.wait.key for rank, state in sorted(states.items()) if state.wait is not None}
+    keys = list(dict.fromkeys(by_rank.values()))
+    return keys if len(keys) <= _AWAITED else [], hashlib.sha256(repr(by_rank).encode()).hexdigest()
+
+
+def _last_waits(store: Any, number: int) -> tuple[list[Key], str]:
+    """Return what the inquiry before this one has found."""
+    if not store.check([f"waits/{number - 1}"]):
+        return [], ""
+    keys, digest = json.loads(store.get(f"waits/{number - 1}"))
+    return list(map(tuple, keys)), digest
 
 
 def _summary(store: Any, number: int) -> Report:

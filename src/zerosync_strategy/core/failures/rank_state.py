@@ -28,8 +28,10 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.failures import flight_recorder
 from zerosync_strategy.core.failures.doing import Cause, Departure, Doing, doing_of
-from zerosync_strategy.core.failures.flight_recorder import Recorded, program_line, recorded
+from zerosync_strategy.core.failures.flight_recorder import Recorded, first_incomplete, program_line
+from zerosync_strategy.core.failures.pending import Key, Wait, issued, wait_of
 
 
 class Phase(str, Enum):
@@ -61,7 +63,11 @@ class RankState:
         line: of the program.
         departure: how this window departs from the last one; ``departs_by``: the cause that this implies.
         recorded: by process group, the last collective in torch's flight recorder, and the first incomplete one.
+        wait: what it waits for now, for comparison with other ranks.
+        issued: of each collective that the asking rank has named, whether it has issued it (``pending.Issued``).
+        ended: the ranks of its host whose processes have ended, each with its process id.
         verdict: the verdict with which it has stopped. ``advises``: the verdict contains its own advice.
+        pid: of its process. A rank that is GONE has one if its process is known to have ended.
     """
 
     rank: int
@@ -81,6 +87,9 @@ class RankState:
     departure: str = ""
     departs_by: Cause = Cause.OTHER_MODULES
     recorded: tuple[Recorded, ...] = ()
+    wait: Wait | None = None
+    issued: tuple[int, ...] = ()
+    ended: tuple[tuple[int, int], ...] = ()
     verdict: str = ""
     advises: bool = False
     pid: int = 0
@@ -89,10 +98,7 @@ class RankState:
     @property
     def pending(self) -> Recorded | None:
         """The first incomplete collective of the last used process group that has any in torch's flight recorder."""
-        incomplete = [each for each in self.recorded if not each.complete]
-        group = (incomplete[0].group, incomplete[0].backend) if incomplete else None
-        of_group = (each for each in incomplete if (each.group, each.backend) == group)
-        return min(of_group, key=lambda each: each.number, default=None)
+        return first_incomplete(self.recorded)
 
     def with_pending(self) -> RankState:
         """Fill ``waits_for`` from torch's flight recorder, if ZeroSync does not know what the rank waits for.
@@ -118,12 +124,14 @@ class RankState:
         state = RankState(**fields)
         records = tuple(Recorded(**each) for each in fields.get("recorded", ()))
         phase, doing, departs_by = Phase(state.phase), Doing(state.doing), Cause(state.departs_by)
-        return replace(state, phase=phase, doing=doing, departs_by=departs_by, recorded=records)
+        waited = fields.get("wait")
+        wait = waited and Wait(tuple(waited["key"]), tuple(waited["members"]), waited["blocks"])
+        return replace(state, phase=phase, doing=doing, departs_by=departs_by, recorded=records, wait=wait)
 
 
 def observe(
     rank: int, activities: Sequence[tuple[object, float]], frame: FrameType | None, position: str,
-    progress: Any, *, failed: bool = False, with_recorder: bool = True,
+    progress: Any, *, failed: bool = False, with_recorder: bool = True, asked: Sequence[Key] = (),
 ) -> RankState:  # fmt: skip
     """Return the state of this process.
 
@@ -134,6 +142,7 @@ def observe(
         progress: the ``StepMeter`` of its engine, which is also read from another thread; or ``None``.
         failed: the main thread has waited in vain.
         with_recorder: read torch's flight recorder, which takes some 20 ms.
+        asked: collectives of which to say whether this process has issued them.
     """
     whats = [what for what, _ in activities]
     doings = list(map(doing_of, whats))
@@ -149,11 +158,14 @@ def observe(
         steps, backward = progress.steps, progress.backwards + in_forward
         departure = progress.departure(in_forward, Doing.STEP in doings)
         module = module or next(filter(None, map(progress.name_of, _running_modules(frame))), "")
+    entries = flight_recorder.entries() if with_recorder else []
+    recorded = flight_recorder.recorded(entries)
+    wait = None if failed else wait_of(frame, recorded)
     state = RankState(
         rank, Phase.LOST if failed else Phase.RUNNING, call=waits.torch_collective(frame), position=position,
         waits_for=waits_for, reduces=isinstance(waits_for, waits.OfReduction), steps=steps, backward=backward,
-        module=module, recorded=recorded() if with_recorder else (), pid=os.getpid(), line=line,
-        host=socket.gethostname(),
+        module=module, recorded=recorded, wait=wait, issued=tuple(map(int, issued(asked, entries))), pid=os.getpid(),
+        line=line, host=socket.gethostname(),
     )  # fmt: skip
     if activities:
         seconds = round(time.monotonic() - activities[-1][1])

@@ -2,7 +2,7 @@
 
 Nothing is sent while communication works. In each process, a thread sleeps on a key of the process group's store. A
 rank whose communication fails, or that waits in vain (``watch``), wakes all these threads, and each writes what its own
-process is doing (``inquiry``). A rank that raises another error writes it to the store first.
+process is doing (``inquiry``). A rank that raises another error, or leaves, writes it to the store first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -23,9 +24,9 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm import waits
 from zerosync_strategy.core.comm.collectives import timeout_of
-from zerosync_strategy.core.failures import watch
 from zerosync_strategy.core.failures.errors import RankError, add_note, is_communication_error
 from zerosync_strategy.core.failures.inquiry import Inquiries
+from zerosync_strategy.core.failures.pending import Key
 from zerosync_strategy.core.failures.rank_state import Phase, RankState, frame_of, observe
 from zerosync_strategy.core.failures.watch import HangWatch
 from zerosync_strategy.core.failures.words import Report, error_text, report
@@ -34,7 +35,7 @@ from zerosync_strategy.core.failures.words import Report, error_text, report
 class RankStatus:
     """What this process is doing, and its report to other ranks through the ``store`` when one of them fails.
 
-    ``patience``: seconds without progress after which a rank asks the others; zero: no watch.
+    ``patience``: seconds without progress after which a rank prints what all ranks do; zero: no watch.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, patience: float = 0) -> None:
@@ -50,7 +51,8 @@ class RankStatus:
             self._inquiries = Inquiries(store, rank, world_size, self._state, self._heard)
         self._watch: HangWatch | None = None
         if self._inquiries is not None and world_size > 1 and patience > 0:
-            self._watch = HangWatch(patience, lambda: self._moves, self._waits, self._inquiries.ask)
+            ask = partial(self._inquiries.ask, connect=True)
+            self._watch = HangWatch(patience, lambda: self._moves, self._waits, ask)
         atexit.register(self._exit)
 
     def activity(
@@ -130,6 +132,12 @@ class RankStatus:
 
     def _exit(self) -> None:
         self.uncaught(getattr(sys, "last_value", None))
+        self.leave()
+
+    def leave(self) -> None:
+        """Record that this rank has left the process group, unless it has stopped or left before, and :meth:`end`."""
+        if self._stopped is None and self._inquiries is not None:
+            self._stop(replace(self._observe(None, with_recorder=False), phase=Phase.GONE, waits_for=""))
         self.end()
 
     def end(self) -> None:
@@ -139,21 +147,21 @@ class RankStatus:
             self._watch.end()
         if self._inquiries is not None:
             self._inquiries.end()
-        self._inquiries = None
+        self._watch = self._inquiries = None
 
     def _waits(self) -> bool:
         return bool(self._state().with_pending().waits_for)
 
     def _heard(self, summary: Callable[[], Report]) -> None:
-        """Print the report of another rank's inquiry, if this rank has waited as long."""
+        """Take the report of another rank's inquiry, if this rank waits, too."""
         if self._watch is not None and self._watch.is_stuck():
-            self._watch.tell(summary())
+            self._watch.hear(summary())
 
-    def _state(self) -> RankState:
+    def _state(self, asked: Sequence[Key] = ()) -> RankState:
         # No variable holds the frame: it may be this function's own, and would then refer to itself.
-        return self._stopped or self._observe(sys._current_frames().get(self._main))
+        return self._stopped or self._observe(sys._current_frames().get(self._main), asked=asked)
 
-    def _observe(self, frame: FrameType | None, **how: bool) -> RankState:
+    def _observe(self, frame: FrameType | None, **how: Any) -> RankState:
         return observe(self._rank, list(self._activities), frame, self._position, self._progress(), **how)
 
 
@@ -187,6 +195,7 @@ def rank_status() -> RankStatus:
             waits.reset()
         store = dist.distributed_c10d._get_default_store()
         patience = timeout_of(None).total_seconds() / 2
-        patience = patience if patience >= watch.LEAST_SECONDS else 0
-        _current = weakref.ref(group), RankStatus(store, dist.get_rank(), dist.get_world_size(), patience)
+        status = RankStatus(store, dist.get_rank(), dist.get_world_size(), patience)
+        weakref.finalize(group, status.leave).atexit = False  # it holds the store, which may be hosted here
+        _current = weakref.ref(group), status
     return _current[1]

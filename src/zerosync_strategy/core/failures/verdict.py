@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from zerosync_strategy.core.failures.doing import Advice, Cause, Doing
 from zerosync_strategy.core.failures.flight_recorder import Recorded
+from zerosync_strategy.core.failures.pending import Issued, Key
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 
 
@@ -55,11 +56,46 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
     return verdict
 
 
+def is_certain(states: Sequence[RankState], asked: Sequence[Key]) -> bool:
+    """Return whether no rank that computes, reads data, saves or compiles can still prove the verdict wrong.
+
+    So it is if a rank has raised an exception, has reported a verdict, or its process is known to have ended, and if
+    all wait for each other: none that is blocked issues what another waits for.
+
+    Args:
+        asked: the collectives for which all ranks were waiting in the last inquiry, and still do.
+    """
+    if any(state.phase is Phase.FAILED or state.verdict or _has_ended(state) for state in states):
+        return True
+    return len(states) > 1 and all(_in_vain(state, states, asked) for state in states)
+
+
+def _in_vain(state: RankState, states: Sequence[RankState], asked: Sequence[Key]) -> bool:
+    """Return whether ``state`` waits for what another rank has not issued and, blocked itself, does not issue."""
+    wait = state.wait
+    if wait is None or state.phase is not Phase.RUNNING or wait.key not in asked:
+        return False
+    index = asked.index(wait.key)
+    for other in states:
+        found = other.issued[index] if index < len(other.issued) else Issued.SAME
+        if found == Issued.OTHER:
+            return True
+        blocked = wait.blocks and other.wait is not None and other.wait.blocks
+        if found == Issued.NOT_YET and blocked and other.rank in wait.members:
+            return True
+    return False
+
+
+def _has_ended(state: RankState) -> bool:
+    return state.phase is Phase.GONE and state.pid != 0
+
+
 def _judge(states: Sequence[RankState]) -> Verdict | None:
     if reported := next((state for state in states if state.verdict), None):
         advice = Advice.OTHER_BACKWARDS if reported.advises else None
         return Verdict(Cause.REPORTED_BEFORE, advice=advice, reported=reported.verdict)
     failed, gone = ([state for state in states if state.phase is phase] for phase in (Phase.FAILED, Phase.GONE))
+    gone = list(filter(_has_ended, gone)) or gone  # others may be busy
     waiting = [state for state in states if state.waits_for and state.phase is not Phase.FAILED]
     if failed or gone:
         return Verdict(Cause.EXCEPTION if failed else Cause.ENDED, failed or gone, waiting)

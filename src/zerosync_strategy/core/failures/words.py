@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from zerosync_strategy.core.failures.doing import Advice, Cause
 from zerosync_strategy.core.failures.flight_recorder import Recorded
+from zerosync_strategy.core.failures.pending import Key
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
-from zerosync_strategy.core.failures.verdict import Verdict, grouped, judge
+from zerosync_strategy.core.failures.verdict import Verdict, grouped, is_certain, judge
 
 _ONE_EACH = 8
 """Up to this number of ranks, each has its own line."""
@@ -45,31 +46,43 @@ class Report(NamedTuple):
         verdict: a sentence; empty if there is no verdict.
         lines: on the ranks.
         advises: the verdict contains its own advice.
+        certain: no rank that is busy can prove the verdict wrong.
     """
 
     verdict: str
     lines: list[str]
     advises: bool = False
+    certain: bool = False
 
     @property
     def text(self) -> str:
         return "\n".join([*([f"Verdict: {self.verdict}"] if self.verdict else []), *self.lines])
 
 
-def report(states: Sequence[RankState]) -> Report:
-    """Return the verdict on the ranks of a job, and the lines on what they do."""
+def report(states: Sequence[RankState], asked: Sequence[Key] = ()) -> Report:
+    """Return the verdict on the ranks of a job, and the lines on what they do. ``asked``: as of :func:`is_certain`."""
     verdict = judge(states)
     if verdict is None:
         return Report("", lines_of(states))
-    return Report(sentence(verdict), lines_of(states), verdict.advice is Advice.OTHER_BACKWARDS)
+    advises = verdict.advice is Advice.OTHER_BACKWARDS
+    return Report(sentence(verdict), lines_of(states), advises, is_certain(states, asked))
 
 
 def error_text(rank: int, what: str, position: str, error: BaseException, found: Report) -> str:
     """Return the error text for a ``rank`` whose communication failed with ``error`` in ``what``."""
     first = str(error).strip().partition("\n")[0]
     first = re.sub(r"^\[\S*\] ", "", first).partition(". ")[0].rstrip(".")  # removes the place in gloo's source
-    begin = f"Rank {rank} lost the other ranks in {what}, {position}: {first}.\n{found.text}"
-    return begin if found.advises else f"{begin}\n{_ADVICE}"
+    return _with_advice(f"Rank {rank} lost the other ranks in {what}, {position}: {first}.\n{found.text}", found)
+
+
+def waiting_text(seconds: float, found: Report) -> str:
+    """Return what a rank prints that has waited for others for so many ``seconds``."""
+    text = f"ZeroSync: this rank has waited for others for {seconds:.0f} s.\n{found.text}"
+    return _with_advice(text, found) if found.certain else text
+
+
+def _with_advice(text: str, found: Report) -> str:
+    return text if found.advises else f"{text}\n{_ADVICE}"
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -96,7 +109,7 @@ def _did(verdict: Verdict, state: RankState) -> str:
         case Cause.EXCEPTION:
             return f"raised {state.failure}"
         case Cause.ENDED:
-            return "has ended without an error, or cannot be reached"
+            return "has ended without an error" + ("" if state.pid else ", or cannot be reached")
         case Cause.ELSEWHERE:
             where = f"in {state.activity}" if state.activity else "outside of the engine"
             return f"is {where} and does not communicate"
@@ -208,6 +221,6 @@ def _parts(state: RankState) -> tuple[str, str, str, str]:
     if state.failure:
         doing = f"has stopped: {state.failure}"
     elif state.phase is Phase.GONE:
-        doing = "gave no answer: its process has ended, or cannot be reached"
+        doing = "gave no answer: its process has ended" + ("" if state.pid else ", or cannot be reached")
     duration = f" for {state.seconds} s" if state.seconds >= 0 else ""
     return doing, duration, state.position and f", {state.position}", state.line and f", at {state.line}"
