@@ -20,7 +20,7 @@ from zerosync_strategy.core.options.config import ZeroSyncConfig
 MOST_RANKS = {torch.bfloat16: 64, torch.float16: 512}
 """Ranks over which a ring's sums in a dtype stay within 2 % (W2): each addition rounds to its precision."""
 STORE_CONNECTIONS = 2
-"""Connections of each rank to the process group's store: torch's, and for a moment that of the watch (``failures/``)."""
+"""Connections of each rank to the process group's store: torch's, and for a moment the watch's."""
 OTHER_FILES = 256
 """Files that a process has open otherwise."""
 _said: set[str] = set()
