@@ -165,9 +165,7 @@ class ZeRO(Timed):
 
     def step(self) -> None:
         with self.engine.coalesce_grad_reduction() if self.kind == "coalesced" else nullcontext():
-            for k in range(self.accumulate):
-                if self.zerosync is not None and k == self.accumulate - 1:
-                    self.zerosync.window.expect_last()
+            for _ in range(self.accumulate):
                 loss = self.loss(self.engine)
                 self.engine.backward(loss * self.accumulate if self.kind == "stock" else loss)
                 if self.kind == "stock":

@@ -193,11 +193,8 @@ class ZeroSync(_DeepSpeed):
         self.zerosync = attach(self.engine, **options)
 
     def step(self, batches: Sequence[torch.Tensor]) -> None:
-        for number, batch in enumerate(batches, 1):
-            loss = self.loss(batch) / len(batches)
-            if number == len(batches):
-                self.zerosync.window.expect_last()
-            self.backward(loss)
+        for batch in batches:
+            self.backward(self.loss(batch) / len(batches))
         self.finish()
 
     def report(self) -> dict[str, Any]:
