@@ -63,11 +63,12 @@ class Arrival(NamedTuple):
     @for_training
     def land(self, room: list[torch.Tensor] | None = None) -> None:
         """Set the parameters to their values, by default in memory of the current stream."""
-        received = self.received
+        received, records = self.received, [param._zerosync_record for param in self.params]
         if received.dtype is not (dtype := zero3.shard_dtype(self.params[0])):
             received = received.to(dtype)
-        torch.split_with_sizes_copy(received, self.columns, -1, out=self.room() if room is None else room)
-        arrive([param._zerosync_record for param in self.params])
+        rows = rows_of(records, received.shape[:-1], self.columns) if room is None else room
+        torch.split_with_sizes_copy(received, self.columns, -1, out=rows)
+        arrive(records)
 
 
 class Message:
