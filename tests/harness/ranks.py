@@ -314,9 +314,13 @@ def _is_ending(pid: int) -> bool:
 
 
 def _free_port() -> int:
-    """Return a port below the ephemeral ones, so that no outgoing connection takes it before rank 0 does."""
+    """Return a port below the ephemeral ones, so that no outgoing connection takes it before rank 0 does.
+
+    Each of pytest's workers has its own, so that none takes what another has just found free.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 16
     while True:
-        port = 10_000 + secrets.randbelow(22_000)
+        port = 10_000 + 16 * secrets.randbelow(22_000 // 16) + worker
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
