@@ -55,7 +55,7 @@ def test_each_group_trains_its_own_exactly(layout: str) -> None:
         assert all(norms == found[0][1] for _, norms, _ in found), options  # U3: the same bits on every rank
         assert found[0][1] == pytest.approx(expected, rel=NORM)
         for _, _, report in found:
-            assert report.backwards == BACKWARDS and report.ratio < 1.05  # and 32 bytes for the norm
+            assert report.backwards == BACKWARDS and report.ratio < 1.06  # and 72 bytes for the norm
             assert report.reductions == (BACKWARDS if once else 1)
 
 
