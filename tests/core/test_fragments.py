@@ -75,7 +75,7 @@ def test_gradients(stage: int, options: dict[str, Any]) -> None:
     """Read after each of two backwards, and changed before the step, not linearly; after the step they are gone."""
 
     def run() -> Any:
-        both, read = Both(stage, **options), 0.0
+        both, read = Both(stage, overlap_last=False, **options), 0.0
         for k in range(3):
             for m in range(2):
                 both.backward(2 * k + m)

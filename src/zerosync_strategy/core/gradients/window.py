@@ -208,7 +208,7 @@ class Window:
         if self._state is WindowState.REDUCED:
             raise RuntimeError(
                 "backward() was called between the reduction of the gradients and the optimizer step that uses them."
-                " Call step() first, or zero_grad() to drop the reduced gradients."
+                " Call step() or zero_grad() first. To read gradients between backwards, pass overlap_last=False."
             )
         self.changes.check(but=None if ready is None else ready.param)
         self._shares = not self._traffic.is_alone
