@@ -12,8 +12,9 @@ import torch
 
 from zerosync_strategy.core.attached.by_name import refuse_states_by_name
 from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.checkpoints.background import background
 from zerosync_strategy.core.checkpoints.loads import Source, verify
-from zerosync_strategy.core.checkpoints.manifests import LATEST
+from zerosync_strategy.core.checkpoints.manifests import LATEST, is_distributed
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
 from zerosync_strategy.core.engine import checkpoint_files, zero
 from zerosync_strategy.core.engine.several import requiring_grad
@@ -25,6 +26,7 @@ from zerosync_strategy.core.failures.errors import (
     NOTHING_LOADED,
     NothingReplaced,
     RankError,
+    frozen_left_out,
 )
 from zerosync_strategy.version import __version__
 
@@ -33,19 +35,25 @@ _COHORTS = "zerosync_cohorts"  # the state of Stepper
 _LAST = "zerosync_last_backward"  # the state of LastBackward
 
 
-@contextmanager
-def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> Iterator[bool]:
-    """Around ``save_checkpoint``; yields whether DeepSpeed is to write the file ``latest``."""
-    engine = attached.parts.engine
-    if engine.global_rank == 0:
+def before_save(attached: AttachedEngine) -> None:
+    """Called before any format is written. Collective."""
+    background().wait()
+    if attached.parts.engine.global_rank == 0:
         attached.parts.window.warn_if_open("save_checkpoint() was called")
     attached.guard_states()
     attached.weights.before_save()
     with attached.weights.as_they_are():
         attached.weights.adopt_edits()  # a resumed run starts from the master weights
+
+
+@contextmanager
+def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> Iterator[bool]:
+    """Around DeepSpeed's ``save_checkpoint``; yields whether DeepSpeed is to write the file ``latest``."""
+    engine = attached.parts.engine
+    before_save(attached)
     save = EngineSave(Path(path), tag, engine.global_steps, attached.parts.config.checkpoint_checksums, save_latest)
     verifiable = checkpoint_files.writes_at_once(engine)
-    with _checkpointing(attached, save.what), engine_save(save, verifiable):
+    with checkpointing(attached, save.what), engine_save(save, verifiable):
         if not verifiable:
             yield save_latest
             return
@@ -56,13 +64,26 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
 def client_state(attached: AttachedEngine) -> dict[str, Any]:
     """Return ZeroSync's entries for the client state of a checkpoint. Collective."""
     cohorts = attached.stepper.state(attached.parts.names, zero.data_parallel_group(attached.parts.engine.optimizer))
-    last = attached.parts.window.last.state()
-    return {_VERSION: __version__, _LAST: last} | ({_COHORTS: cohorts} if cohorts else {})
+    return of_every_format(attached) | ({_COHORTS: cohorts} if cohorts else {})
+
+
+def of_every_format(attached: AttachedEngine) -> dict[str, Any]:
+    """Return those that each format has."""
+    return {_VERSION: __version__, _LAST: attached.parts.window.last.state()}
+
+
+def find(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> tuple[str | None, bool]:
+    """Return the verified tag that ``load_checkpoint`` loads, and whether it is a distributed one. Collective."""
+    background().wait()
+    source = source_of(attached, path, tag, optimizer_states)
+    with attached.activity(f"the attempt to read the checkpoint in {path}"):
+        tag = verify(source)
+    return tag, tag is not None and is_distributed(Path(path) / tag)
 
 
 @contextmanager
-def loading(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> Iterator[str | None]:
-    """Around ``load_checkpoint``; yields the tag to load."""
+def loading(attached: AttachedEngine, path: Any, tag: str | None, optimizer_states: bool) -> Iterator[None]:
+    """Around DeepSpeed's ``load_checkpoint`` of the verified ``tag``."""
     engine = attached.parts.engine
     if checkpoint_files.loads_universal(engine) and attached.parts.reducer.shards.over_groups:
         raise ValueError(
@@ -77,10 +98,8 @@ def loading(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: boo
             " without 'offload_param' on NVMe, 'zero_quantized_weights', 'zero_quantized_nontrainable_weights' and"
             " 'zero_hpz_partition_size', or load the checkpoint that save_checkpoint() wrote, on as many ranks."
         )
-    source = source_of(attached, path, tag, optimizer_states)
     what = f"read the checkpoint in {path}"
     with attached.activity(f"the attempt to {what}"):
-        tag = verify(source)
         if optimizer_states and tag is not None and attached.by_name is not None:
             attached.by_name.examine(Path(path), tag)
         elif optimizer_states and tag is not None:
@@ -89,8 +108,8 @@ def loading(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: boo
     attached.parts.window.abort("load_checkpoint() was called")
     failed: list[Exception] = []
     try:
-        with _checkpointing(attached, what):
-            yield tag
+        with checkpointing(attached, what):
+            yield
     except RankError:
         raise
     except Exception as error:
@@ -142,12 +161,7 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Raise :class:`NothingReplaced` if ``state`` has all of ``module`` except its frozen parameters."""
     missing = checkpoint_files.frozen_missing(module, state)
     if missing and missing.keys() == module.state_dict().keys() - state.keys():
-        raise NothingReplaced(
-            f"it has no frozen parameters, such as {next(iter(missing))!r}, as if saved with"
-            " exclude_frozen_parameters=True. Give the strategy this option where you load, too, or load what is there"
-            " with strict_loading = False in the LightningModule, strict=False in Fabric, load_module_strict=False in"
-            f" DeepSpeed and Accelerate. {NOTHING_LOADED}"
-        )
+        raise NothingReplaced(f"{frozen_left_out(next(iter(missing)))}. {NOTHING_LOADED}")
 
 
 def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:
@@ -164,12 +178,17 @@ def _trained() -> set[torch.nn.Parameter]:
 
 def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:
     """Remove the entries of :func:`client_state` from ``state``, and load them."""
-    state.pop(_VERSION, None)
-    cohorts, last = state.pop(_COHORTS, []), state.pop(_LAST, None)
-    if last is not None:  # so that a run that goes on reduces in the same backwards
-        attached.parts.window.last.load(last)
+    cohorts = state.pop(_COHORTS, [])
+    take_last(attached, state)
     if optimizer_states:
         attached.stepper.load(cohorts, attached.parts.names)
+
+
+def take_last(attached: AttachedEngine, state: dict[str, Any]) -> None:
+    """Remove the entries of every format from ``state``, and load them."""
+    state.pop(_VERSION, None)
+    if (last := state.pop(_LAST, None)) is not None:  # so that a run that goes on reduces in the same backwards
+        attached.parts.window.last.load(last)
 
 
 def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
@@ -193,11 +212,15 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 
 
 @contextmanager
-def _checkpointing(attached: AttachedEngine, what: str) -> Iterator[None]:
+def checkpointing(attached: AttachedEngine, what: str, stock: bool = True) -> Iterator[None]:
+    """Around what reads or writes shards; with ``stock`` in DeepSpeed's layout, else in that of a step. Collective."""
     # Trained parameters are saved and loaded with the optimizer, even if they are frozen now.
     apart, trained = attached.parts.traffic.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
     with apart, attached.activity(f"the attempt to {what}"), trained:
-        attached.weights.in_stock_layout()
+        if stock:
+            attached.weights.in_stock_layout()
+        else:
+            attached.weights.in_step_layout()
         with attached.weights.as_they_are():
             attached.weights.release_held()
             yield

@@ -22,11 +22,13 @@ from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weight
 from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
+from zerosync_strategy.core.checkpoints.background import background, wait_for_save
+from zerosync_strategy.core.checkpoints.host_copies import HostCopies
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.traffic import EngineCounter
-from zerosync_strategy.core.engine import compilation, fragments, patches, zero
+from zerosync_strategy.core.engine import compilation, engine_state, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
@@ -43,7 +45,7 @@ from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.edits import MasterWeights
 from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
 from zerosync_strategy.core.optimizer.guarded import guard_states, unguard_states
-from zerosync_strategy.core.optimizer.masters import ShardMasters
+from zerosync_strategy.core.optimizer.masters import Masters, ShardMasters
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients, PendingGradients
 from zerosync_strategy.core.optimizer.stepper import Stepper
 from zerosync_strategy.core.optimizer.whole import OwnedStepper, WholeStepper
@@ -68,13 +70,16 @@ class AttachedEngine:
         parts: the parts that all others use.
         weights: the parameters, for saves, loads and edits.
         parameters: what the stage does with parameters in training.
+        masters: the master weights that this rank steps.
         stepper: makes the step of the torch optimizer.
         by_name: saves and loads the optimizer's states by name; ``None``: they are by element.
+        copies: of what is written in the background.
         guards: raise on illegal calls.
         meter: measures each step, and adjusts automatic budgets.
     """
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
+    masters: Masters
     weights: Weights
     parameters: Parameters
     stepper: Stepper
@@ -103,7 +108,9 @@ class AttachedEngine:
         self.parts = parts = Parts(engine, config, names, reducer, window, edits, statistics, traffic, self.activity)
         of_module = None
         if isinstance(shards, PerParamShards):
-            masters = ShardMasters(shards)  # the stepper is made first: it may raise, before the module is changed
+            self.masters = masters = ShardMasters(
+                shards
+            )  # the stepper is made first: it may raise, before the module is changed
             of_whole = (reducer, shards, masters, edits.digest)
             self.stepper = ExchangedStepper(*of_whole) if whole else Stepper(shards, masters)
             if config.eager_frames:
@@ -114,6 +121,7 @@ class AttachedEngine:
             self.pending = PendingGradients(*pending)
         else:
             self.weights = flat = FlatWeights(parts, shards)
+            self.masters = flat.masters
             self.parameters = FlatParameters(parts, flat, shards.optimizer)
             owned = OwnedStepper(shards, flat.masters) if whole else None
             self.stepper = owned or Stepper(shards, flat.masters)
@@ -125,6 +133,7 @@ class AttachedEngine:
         printed = reports if dist.get_rank() == 0 else None
         self.meter = StepMeter(parts, of_module, budgets, printed, lambda: label_of(self, self.all))
         self.guards = Guards(parts)
+        self.copies = HostCopies()
         self._compiled: CompiledGradients | None = None  # set when DeepCompile compiles this engine
         self._undo = ExitStack()  # undoes :meth:`begin`, last things first
 
@@ -178,12 +187,14 @@ class AttachedEngine:
                 "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
                 " Leave it attached, or build the engine anew."
             )
+        background().wait()
         self.weights.in_stock_layout()
         self._undo.close()
         self.parameters.detached(destroyed=False)
 
     def destroyed(self) -> None:
         """Detach and drop the window, because the engine is about to be destroyed."""
+        wait_for_save()
         self.parts.window.abort("the engine was destroyed")
         self._undo.close()
         self.parameters.detached(destroyed=True)
@@ -237,6 +248,7 @@ class AttachedEngine:
     def step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
         parameters, weights, window = self.parameters, self.weights, self.parts.window
+        background().step_begins()
         self.guard_states()
         with self.activity(Doing.STEP), weights.as_they_are():
             if window.state is not WindowState.CLOSED:
@@ -316,9 +328,22 @@ def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
     """Raise ``ValueError`` if options and engine do not fit."""
     if whole:
         StatesByName.check_options(engine)
+    if config.checkpoint_format == "distributed":
+        check_distributed(engine)
     check_limit(engine.device, config)
     (ShardedParameters if zero.stage(engine) == 3 else FlatParameters).check_options(engine, config)
     check_backends(zero.process_groups(engine), engine.device)
+
+
+def check_distributed(engine: Any) -> None:
+    """Raise ``ValueError`` if a distributed checkpoint cannot hold what ``engine`` has."""
+    why = engine_state.why_not_distributed(engine)
+    if not why and any(dist.get_world_size(group) != dist.get_world_size() for group in zero.process_groups(engine)):
+        why = "parameters that not all ranks shard: shard_over(), tensor or pipeline parallelism, experts, MiCS"
+    if why:
+        raise ValueError(
+            f"ZeroSync option 'checkpoint_format' got 'distributed', and found {why}. Leave one of them out."
+        )
 
 
 def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -48,6 +48,9 @@ class FlatWeights(Weights):
         self.states.to_stripes()
         self.adopt_edits()
         change()
+        self.take_masters(())
+
+    def take_masters(self, others: Iterable[Any]) -> None:
         self.masters.give_changed()
         self.have_stepped()
 
@@ -57,6 +60,9 @@ class FlatWeights(Weights):
             flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
             for own in self.states.slices(layout):
                 yield flat[own.start : own.stop], master.narrow(0, own.offset, own.stop - own.start)
+
+    def in_step_layout(self) -> None:
+        self.states.to_stripes()
 
     def in_stock_layout(self) -> None:
         self.states.to_stock()

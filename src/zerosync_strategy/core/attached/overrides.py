@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerosync_strategy.core.attached import checkpointing
+from zerosync_strategy.core.attached import checkpointing, distributed
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.checkpoint_files import FrozenStay
@@ -92,16 +92,20 @@ class EngineOverrides(ModeOverrides):
 
     def save_checkpoint(
         self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
-        *args: Any, **kwargs: Any,
+        exclude_frozen_parameters: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         engine: Any = self
         if not save_dir:
             raise ValueError(f"save_checkpoint() takes the path of a directory, got {save_dir!r}.")
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # DeepSpeed's default
         attached = self._zerosync_attached
+        if attached.parts.config.checkpoint_format == "distributed":
+            distributed.save(attached, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            return True
+        kwargs["exclude_frozen_parameters"] = exclude_frozen_parameters
         with checkpointing.saving(attached, save_dir, tag, save_latest) as names_latest:
             state = {**(client_state or {}), **checkpointing.client_state(attached)}
-            return super().save_checkpoint(save_dir, tag, state, names_latest, *args, **kwargs)
+            return super().save_checkpoint(save_dir, tag, state, names_latest, **kwargs)
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -112,16 +116,20 @@ class EngineOverrides(ModeOverrides):
         if zero.stage(self) == 3:  # DeepSpeed would return without the weights, which it has with the states alone
             load_optimizer_states = states
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        with checkpointing.loading(self._zerosync_attached, load_dir, tag, states) as tag:
+        attached = self._zerosync_attached
+        tag, is_distributed = checkpointing.find(attached, load_dir, tag, states)
+        if is_distributed:
+            return distributed.load(
+                attached, load_dir, tag, load_module_strict, states, load_lr_scheduler_states, load_module_only
+            )
+        with checkpointing.loading(attached, load_dir, tag, states):
             loaded = super().load_checkpoint(load_dir, tag, *options, *args, **kwargs)
             if loaded[0] is not None:
-                checkpointing.restore_universal(
-                    self._zerosync_attached, loaded[0], load_module_strict, load_optimizer_states
-                )
+                checkpointing.restore_universal(attached, loaded[0], load_module_strict, load_optimizer_states)
         if loaded[0] is None:
-            checkpointing.warn_of_nothing_loaded(self._zerosync_attached, load_dir)
+            checkpointing.warn_of_nothing_loaded(attached, load_dir)
         else:
-            checkpointing.take_client_state(self._zerosync_attached, loaded[1], states)
+            checkpointing.take_client_state(attached, loaded[1], states)
         return loaded
 
     def load_module_state_dict(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +68,16 @@ class Weights(ABC):
     @abstractmethod
     def change_masters(self, change: Callable[[], None]) -> None:
         """Let ``change`` change the master weights, and give all ranks the resulting parameters. Collective."""
+
+    @abstractmethod
+    def take_masters(self, others: Iterable[Any]) -> None:
+        """Give all ranks the parameters of master weights that were loaded. Collective.
+
+        ``others``: parameters that the optimizer lacks, of which this rank's part was loaded.
+        """
+
+    def in_step_layout(self) -> None:
+        """Bring the optimizer's shards into the layout of a step. Collective if they are in DeepSpeed's."""
 
     def in_stock_layout(self) -> None:
         """Restore DeepSpeed's layout before it reads or writes the optimizer's shards. Collective after a step."""

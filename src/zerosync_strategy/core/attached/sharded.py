@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -71,7 +71,11 @@ class ShardedWeights(Weights):
             )
         self.adopt_edits()
         change()
+        self.take_masters(())
+
+    def take_masters(self, others: Iterable[Any]) -> None:
         zero3_optimizer.take_all_master_weights(self._optimizer)
+        zero3_optimizer.shards_written(param for param in others if zero3.is_sharded(param))
         self.have_stepped()
 
     def before_save(self) -> None:

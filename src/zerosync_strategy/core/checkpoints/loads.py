@@ -117,7 +117,8 @@ def tag_of(source: Source) -> str | None:
         tag = manifests.read_tag(latest)
         named = f", which the file {str(latest)!r} names"
     if (directory / tag).is_dir():
-        if source.weights_of_latest and (other := manifests.read_tag(latest)) != tag:
+        reads_latest = source.weights_of_latest and not manifests.is_distributed(directory / tag)
+        if reads_latest and (other := manifests.read_tag(latest)) != tag:
             raise DamageError(
                 f"under ZeRO-3 without optimizer states, DeepSpeed loads the weights of the tag that the file"
                 f" {str(latest)!r} names, which is {other!r} and not {tag!r}. Name {tag!r} in it, or load the optimizer"
@@ -136,17 +137,20 @@ def _manifest_of(source: Source, tag: str | None) -> Manifest | None:
     The share is what this rank has written itself, so that each file is read by one rank, however many load it. If the
     number of ranks differs, the ranks divide the files among them.
     """
-    if tag is None or source.latest != LATEST:
+    if tag is None:
         return None
     folder, rank, ranks = source.directory / tag, dist.get_rank(), dist.get_world_size()
+    is_distributed = manifests.is_distributed(folder)
+    if source.latest != LATEST and not is_distributed:
+        return None
     manifest = manifests.read_any(folder, rank)
     if manifest is not None:
-        if source.other_ranks and manifest.ranks != ranks:
+        if source.other_ranks and manifest.ranks != ranks and not is_distributed:
             raise DamageError(
                 f"it was written by {manifest.ranks} ranks, and this run has {ranks}. {source.other_ranks}"
             )
         manifests.check(folder, range(rank, manifest.ranks, ranks), source.checksums, source.shards)
-    for path in source.files(source.directory, tag) if source.files is not None else ():
+    for path in source.files(source.directory, tag) if source.files is not None and not is_distributed else ():
         if not path.is_file():
             raise DamageError(f"{path.name} is missing. {OTHER_SETUP}")
         if manifest is None:

@@ -23,6 +23,8 @@ _CHUNK = 1 << 22
 _MAGIC = b"PK\x03\x04"
 LATEST = "latest"
 """Name of the file that names the tag to load."""
+METADATA = ".metadata"
+"""The file that a checkpoint in the format of ``torch.distributed.checkpoint`` has, once it is complete."""
 SHARDS = "*optim_states.pt"
 """Files of a checkpoint with the optimizer's shards."""
 MODULES = "*mp_rank_*_model_states.pt"
@@ -157,6 +159,11 @@ class Manifest:
 def path_of(directory: Path, rank: int) -> Path:
     """Return the path of the manifest of ``rank``, in the ``directory`` of a tag."""
     return directory / f"zerosync_rank_{rank}.json"
+
+
+def is_distributed(directory: Path) -> bool:
+    """Return whether the ``directory`` of a tag has a checkpoint of ``torch.distributed.checkpoint``."""
+    return (directory / METADATA).is_file()
 
 
 def ranks_in(directory: Path) -> list[int]:

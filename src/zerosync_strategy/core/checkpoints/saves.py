@@ -1,9 +1,14 @@
-"""Saving: a checkpoint is marked as incomplete from before its first file until all ranks have written theirs (K1)."""
+"""Saving: a checkpoint can be loaded once all ranks have written their files, and not before (K1).
+
+DeepSpeed's files are written where they are read, and marked as incomplete until then. A distributed checkpoint is
+written beside its directory, which then takes its place: until then, the one that had the same tag is as it was.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +17,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zerosync_strategy.core.checkpoints.manifests import LATEST, FileState, Manifest, path_of, ranks_in
+from zerosync_strategy.core.checkpoints import dcp
+from zerosync_strategy.core.checkpoints.background import background
+from zerosync_strategy.core.checkpoints.manifests import (
+    LATEST,
+    METADATA,
+    DamageError,
+    FileState,
+    Manifest,
+    check_whole,
+    path_of,
+    ranks_in,
+)
+from zerosync_strategy.core.checkpoints.pieces import Content
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import (
@@ -29,7 +46,10 @@ class EngineSave:
     """This rank's part of one engine's save.
 
     ``checksums``: compute checksums for files that contain none. ``names_latest``: write the tag to ``latest``.
+    :attr:`in_background`: it is completed by a thread (``background.py``).
     """
+
+    in_background = False
 
     def __init__(self, directory: Path, tag: str, step: int, checksums: bool, names_latest: bool) -> None:
         self.what = f"write the checkpoint in {directory}"
@@ -52,7 +72,8 @@ class EngineSave:
                 manifest.write(self._folder)
             else:
                 path_of(self._folder, manifest.rank).unlink(missing_ok=True)
-            if manifest.rank == 0:  # manifests of an earlier save by more ranks
+            if manifest.rank == 0:  # what an earlier save under this tag has left
+                (self._folder / METADATA).unlink(missing_ok=True)
                 for rank in ranks_in(self._folder):
                     if rank >= manifest.ranks:
                         path_of(self._folder, rank).unlink(missing_ok=True)
@@ -84,18 +105,121 @@ class EngineSave:
             }
             replace(self._manifest, is_complete=True, files=files).write(self._folder)
 
-    def name_latest(self) -> None:
+    def publish(self) -> None:
         """Write the tag of the complete checkpoint to ``latest``, on the first rank."""
         if self._manifest is not None and self._manifest.rank == 0 and self._names_latest:
             temporary = self._directory / f"{LATEST}.tmp"
             temporary.write_text(self._tag, encoding="utf-8")
             os.replace(temporary, self._directory / LATEST)
 
+    def abandon(self) -> None:
+        """Remove what an unsuccessful save has left, if nothing else needs it."""
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not written all."""
+        return []
+
+    def written_by(self, rank: int) -> int:
+        """Return the bytes that ``rank`` has written until now, as far as known."""
+        return 0
+
+
+class DistributedSave(EngineSave):
+    """This rank's part of a distributed checkpoint. ``content``: what this rank writes."""
+
+    content: Content
+
+    def __init__(self, directory: Path, tag: str, step: int, names_latest: bool, in_background: bool) -> None:
+        super().__init__(directory, tag, step, checksums=True, names_latest=names_latest)
+        self.in_background = in_background
+        self._working = self._folder.with_name(f".{self._folder.name}.writing")
+
+    def begin(self, save: str, verifiable: bool) -> None:
+        manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time(), is_complete=True)
+
+        def make() -> str:
+            if manifest.rank == 0:
+                _remove(self._working)  # of a save that was killed
+                self._working.mkdir(parents=True)
+            return f"tag {self._tag!r}"
+
+        _write_together(self.what, make)
+        self._manifest = manifest
+
+    def complete(self) -> None:
+        """Write this rank's data and its manifest."""
+        assert self._manifest is not None
+        state = dcp.write(self._working, self._manifest.rank, self.content)
+        self._manifest = replace(self._manifest, files={dcp.name_of(self._manifest.rank): state})
+        self._manifest.write(self._working)
+
+    def publish(self) -> None:
+        """Complete the checkpoint and give it its name, on the first rank."""
+        assert self._manifest is not None
+        if self._manifest.rank != 0:
+            return
+        dcp.complete(self._working, self._manifest.ranks, self.content.names)
+        metadata = {METADATA: FileState.of(self._working / METADATA, checksums=True)}
+        replace(self._manifest, files=self._manifest.files | metadata).write(self._working)
+        if (found := check_whole(self._working, contents=False)) is None or found.save != self._manifest.save:
+            raise DamageError(f"another run writes to the same directory ({self._working})")
+        before = self._folder.with_name(f".{self._folder.name}.replaced")
+        _remove(before)
+        if self._folder.exists():
+            os.rename(self._folder, before)
+        os.rename(self._working, self._folder)
+        _remove(before)
+        super().publish()
+
+    def missing(self) -> list[int]:
+        assert self._manifest is not None
+        return [rank for rank in range(self._manifest.ranks) if not path_of(self._working, rank).exists()]
+
+    def written_by(self, rank: int) -> int:
+        path = self._working / dcp.name_of(rank)
+        return path.stat().st_size if path.exists() else 0
+
+    def abandon(self) -> None:
+        if self._manifest is not None and self._manifest.rank == 0:
+            shutil.rmtree(self._working, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
 
 @dataclass
 class _Save:
+    """One save, with a part for each engine."""
+
     id: str = ""
     engines: list[EngineSave] = field(default_factory=list)
+    failed: Exception | None = None  # of the program, after an engine has written
+
+    @property
+    def what(self) -> str:
+        return self.engines[0].what
+
+    def complete(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        for engine in self.engines:
+            engine.complete()
+
+    def publish(self) -> None:
+        for engine in self.engines:
+            engine.publish()
+
+    def abandon(self) -> None:
+        for engine in self.engines:
+            engine.abandon()
+
+    def missing(self) -> list[int]:
+        return sorted({rank for engine in self.engines for rank in engine.missing()})
+
+    def written_by(self, rank: int) -> int:
+        return sum(engine.written_by(rank) for engine in self.engines)
 
 
 _current: _Save | None = None
@@ -105,41 +229,37 @@ _current: _Save | None = None
 def one_save() -> Iterator[None]:
     """Wrap the calls that save one checkpoint on all ranks, with all its parts. Collective.
 
-    The checkpoint is complete at the end. Until then, and if anything is raised, loading it is refused. If a rank could
-    not write, every rank raises a ``CheckpointError``.
+    The checkpoint is complete at the end, or if an engine saves in the background, when that has ended. Until then, and
+    if anything is raised, loading it is refused. If a rank could not write, every rank raises a ``CheckpointError``.
     """
     global _current
     if _current is not None:
         yield
         return
-    _current = _Save()
-    failed: Exception | None = None
+    _current = save = _Save()
     try:
         yield
     except (CheckpointError, RankError):  # raised on the other ranks, too
+        save.abandon()
         raise
     except Exception as error:
-        if not _current.engines:
+        if not save.engines:
             raise
-        failed = error
+        save.failed = error
     finally:
-        engines, _current = _current.engines, None
-
-    def complete() -> None:
-        if failed is not None:
-            raise failed
-        for engine in engines:
-            engine.complete()
-
-    def name_latest() -> None:
-        for engine in engines:
-            engine.name_latest()
-
-    if engines:
-        what = engines[0].what
-        with rank_status().activity(f"the attempt to {what}"):
-            _write_together(what, complete)
-            _write_together(what, name_latest)
+        _current = None
+    if any(engine.in_background for engine in save.engines):
+        background().start(save)
+        if save.failed is not None:
+            background().wait()
+    elif save.engines:
+        try:
+            with rank_status().activity(f"the attempt to {save.what}"):
+                _write_together(save.what, save.complete)
+                _write_together(save.what, save.publish)
+        except CheckpointError:
+            save.abandon()
+            raise
 
 
 @contextmanager

@@ -166,15 +166,20 @@ def shard_numel(param: Any) -> int:
     return int(param.ds_tensor.ds_numel)
 
 
+def own_range(param: Any) -> tuple[int, int]:
+    """Return where this rank's shard of ``param`` begins in the flat parameter, and its elements without padding."""
+    size = shard_numel(param)
+    start = min(param.ds_process_group.rank() * size, full_numel(param))
+    return start, min(size, full_numel(param) - start)
+
+
 def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return this rank's shard of ``param``, flat, without padding, and the same part of ``full``.
 
     By default, ``full`` is the gathered values. Return ``None`` if the shard is all padding or not in memory.
     """
-    size = shard_numel(param)
-    start = param.ds_process_group.rank() * size
-    numel = min(size, full_numel(param) - start)
-    if numel <= 0 or param.ds_tensor.numel() == 0:
+    start, numel = own_range(param)
+    if numel == 0 or param.ds_tensor.numel() == 0:
         return None
     values = param.data if full is None else full
     return param.ds_tensor.data.narrow(0, 0, numel), values.reshape(-1).narrow(0, start, numel)

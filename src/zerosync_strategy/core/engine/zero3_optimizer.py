@@ -136,6 +136,13 @@ def take_all_master_weights(optimizer: Any) -> None:
         _reshard(param)
 
 
+def shards_written(params: Iterable[Any]) -> None:
+    """Record that the shards of ``params`` were written, and reshard gathered values."""
+    for param in params:
+        record_of(param).write()
+        _reshard(param)
+
+
 def _reshard(param: Any) -> None:
     """Reshard ``param`` in spite of claims, without carrying changes to the shard, which is newer."""
     record = record_of(param)

@@ -21,10 +21,21 @@ HANDLE = (
 )
 """What ``zerosync`` means in the code examples of errors. Ends without a full stop."""
 NOTHING_LOADED = "Nothing was loaded: every rank has what it had."
-HALF_LOADED = (
-    f"{OTHER_SETUP}. On every rank, parts of the module, the optimizer and the counters may be replaced and others not:"
-    " load another checkpoint before you go on, or build the engine anew."
+HALF_READ = (
+    "On every rank, parts of the module, the optimizer and the counters may be replaced and others not: load another"
+    " checkpoint before you go on, or build the engine anew."
 )
+HALF_LOADED = f"{OTHER_SETUP}. {HALF_READ}"
+
+
+def frozen_left_out(name: str) -> str:
+    """Return the text for a checkpoint that lacks nothing but frozen parameters, such as ``name``."""
+    return (
+        f"it has no frozen parameters, such as {name!r}, as if saved with exclude_frozen_parameters=True. Give the"
+        " strategy this option where you load, too, or load what is there with strict_loading = False in the"
+        " LightningModule, strict=False in Fabric, load_module_strict=False in DeepSpeed and Accelerate"
+    )
+
 
 # gloo raises plain RuntimeErrors. They begin with a place in its source, except for closed connections.
 _OF_GLOO = re.compile(

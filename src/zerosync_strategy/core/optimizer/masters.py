@@ -12,7 +12,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight, phase
 from zerosync_strategy.core.comm.stripes import ShardSlice
-from zerosync_strategy.core.engine import zero3_optimizer, zero12
+from zerosync_strategy.core.engine import zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.engine.zero import MasterShard
 from zerosync_strategy.core.gradients.buckets import GradientBucket
 from zerosync_strategy.core.gradients.owned import OwnedPlacement
@@ -144,8 +144,26 @@ def step_slices(
     yield StepSlice(begin + (count - 1) * STEP_NUMEL, end, stepped)
 
 
+class MasterPart(NamedTuple):
+    """``numel`` elements of ``param`` from its element ``start``, at ``offset`` of the ``number``-th master tensor."""
+
+    param: Any
+    number: int
+    start: int
+    offset: int
+    numel: int
+
+
 class Masters(ABC):
     """The master weights of one ZeRO optimizer."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[MasterPart]:
+        """Yield what this rank has of each parameter as in a step; of one of which it has nothing, an empty part."""
+
+    @abstractmethod
+    def groups(self) -> list[list[Any]]:
+        """Return the parameters, by the groups of the torch optimizer, in its order."""
 
     @abstractmethod
     def by_param(self) -> list[MasterShard]:
@@ -171,6 +189,15 @@ class ShardMasters(Masters):
 
     def by_param(self) -> list[MasterShard]:
         return zero3_optimizer.master_shards(self._optimizer)
+
+    def groups(self) -> list[list[Any]]:
+        return zero3_optimizer.torch_groups(self._optimizer)
+
+    def parts(self) -> Iterator[MasterPart]:
+        for index, master in enumerate(self.by_param()):
+            for param, begin, _ in master.slices:
+                start, numel = zero3.own_range(param)
+                yield MasterPart(param, index, start, begin, numel)
 
     def slices(self) -> StepSlices:
         # Nothing is sent by slice, but small temporary tensors are faster to allocate.
@@ -205,6 +232,15 @@ class FlatMasters(Masters):
             slices.sort(key=lambda each: each[1])
             masters.append(MasterShard(zero12.master(self._optimizer, layout.group_index), slices))
         return masters
+
+    def groups(self) -> list[list[Any]]:
+        return [zero12.params_in_order(self._optimizer, index) for index, _ in enumerate(self._optimizer.param_groups)]
+
+    def parts(self) -> Iterator[MasterPart]:
+        for index, layout in enumerate(self._shards.layouts):
+            for param in layout.params:
+                for own in layout.shard_slices(param) or [ShardSlice(0, 0, 0)]:
+                    yield MasterPart(param, index, own.start, own.offset, own.stop - own.start)
 
     def states_made(self) -> None:
         zero12.relink_states(self._optimizer)

@@ -257,6 +257,36 @@ class Stepper:
         self._cohorts = cohorts
         self._frozen = None
 
+    def states_at(self, param: Any, index: int, flat: Any) -> tuple[State, State]:
+        """Return the states of ``param``, by element and the others; ``flat`` is the ``index``-th master tensor."""
+        state = self._optimizer.state.get(flat, {})
+        if len(self._cohorts) == 1:
+            return _shaped_states(state, flat), _scalar_states(state, flat)
+        scalars = next(cohort.scalars for cohort in self._cohorts if param in cohort.params).get(index)
+        return ({}, {}) if scalars is None else (_shaped_states(state, flat), scalars)
+
+    def load_scalars(self, of_params: Mapping[Any, State], index_of: Mapping[Any, int], flats: Sequence[Any]) -> None:
+        """Set the states that are not by element, of all parameters; no states: it was never stepped.
+
+        ``index_of``: by parameter, the index of its master weights in ``flats``.
+        """
+        kinds: dict[str, _Cohort] = {}
+        for param, scalars in of_params.items():
+            values = {key: value.tolist() if torch.is_tensor(value) else value for key, value in scalars.items()}
+            cohort = kinds.setdefault(repr(sorted(values.items())), _Cohort(set()))
+            cohort.params.add(param)
+            if scalars:
+                cohort.scalars[index_of[param]] = scalars
+        for index, flat in enumerate(flats):
+            shared = (cohort.scalars.get(index) for cohort in kinds.values())
+            self._optimizer.state[flat].update(_copied(next(filter(None, shared), {})))
+        kind_of = {param: kind for kind, cohort in kinds.items() for param in cohort.params}
+        if len({(index, kind_of[param]) for param, index in index_of.items()}) == len(set(index_of.values())):
+            self._cohorts = [_Cohort(set(self._params))]  # one kind in each master tensor
+        else:
+            self._cohorts = list(kinds.values())
+        self._frozen = None
+
 
 def _can_step_by_part(optimizer: Any) -> bool:
     """Return whether ``optimizer`` can step part by part without any hook or wrapper noticing."""

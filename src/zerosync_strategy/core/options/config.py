@@ -58,6 +58,11 @@ class ZeroSyncConfig:
             several. A unit has at most half of ``stage3_max_live_parameters``.
         checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify only
             what needs no reading: that the save was completed, and that the files belong to it.
+        checkpoint_format: how ``save_checkpoint`` writes: ``"deepspeed"``: DeepSpeed's files, for as many ranks and the
+            same stage. ``"distributed"``: those of ``torch.distributed.checkpoint``, which any number of ranks on any
+            stage reads, and FSDP2 and plain torch. Loading finds the format by itself.
+        checkpoint_background: ``save_checkpoint`` returns when values are copied to host memory, and a thread writes
+            them. Needs ``checkpoint_format="distributed"``.
         node_size: number of ranks on a node, which have consecutive numbers, and fast links among them. ``"auto"``:
             ``LOCAL_WORLD_SIZE``, or the ranks of one host. Point-to-point exchanges, as with gloo, run in two levels:
             each byte crosses between two nodes once.
@@ -86,6 +91,8 @@ class ZeroSyncConfig:
     eager_frames: bool = True
     unit_modules: Sequence[str] | None = None
     checkpoint_checksums: bool = True
+    checkpoint_format: str = "deepspeed"
+    checkpoint_background: bool = False
     node_size: int | str = AUTO
     report_every: int = 0
     report_file: str | None = None
@@ -93,7 +100,7 @@ class ZeroSyncConfig:
     step_cost: StepCost | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums"):
+        for name in ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums", "checkpoint_background"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if not isinstance(self.elementwise_optimizer, bool) and self.elementwise_optimizer != WHOLE:
@@ -117,6 +124,16 @@ class ZeroSyncConfig:
             raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"ZeroSync option 'loss_reduction' takes 'mean' or 'sum', got {self.loss_reduction!r}.")
+        if self.checkpoint_format not in ("deepspeed", "distributed"):
+            raise ValueError(
+                "ZeroSync option 'checkpoint_format' takes 'deepspeed' or 'distributed', got"
+                f" {self.checkpoint_format!r}."
+            )
+        if self.checkpoint_background and self.checkpoint_format != "distributed":
+            raise ValueError(
+                "ZeroSync option 'checkpoint_background' got True with checkpoint_format='deepspeed', whose files"
+                " DeepSpeed writes. Give checkpoint_format='distributed', too."
+            )
         if self.unshard_streams not in ("per_group", "shared", "own_communicator"):
             raise ValueError(
                 "ZeroSync option 'unshard_streams' takes 'per_group', 'shared' or 'own_communicator', got"

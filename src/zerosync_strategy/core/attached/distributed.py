@@ -1,0 +1,67 @@
+"""Saving and loading distributed checkpoints of an attached engine, at once or in the background (K4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zerosync_strategy.core.attached.checkpointing import (
+    before_save,
+    checkpointing,
+    of_every_format,
+    take_last,
+)
+from zerosync_strategy.core.attached.contents import Contents
+from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.checkpoints.dcp import Reader
+from zerosync_strategy.core.checkpoints.saves import DistributedSave, engine_save
+from zerosync_strategy.core.failures.agreement import together
+from zerosync_strategy.core.failures.errors import HALF_READ, NOTHING_LOADED
+
+
+def save(
+    attached: AttachedEngine, path: Any, tag: str, client_state: dict[str, Any], save_latest: bool, exclude_frozen: bool
+) -> None:
+    """Save the engine, as ``save_checkpoint`` does. Collective; every rank raises if one cannot write."""
+    config, step = attached.parts.config, attached.parts.engine.global_steps
+    before_save(attached)
+    part = DistributedSave(Path(path), tag, step, save_latest, config.checkpoint_background)
+    with checkpointing(attached, part.what, stock=False), engine_save(part, verifiable=True), part.writing():
+        part.content = Contents(attached).written(client_state | of_every_format(attached), exclude_frozen)
+        if part.in_background:
+            part.content = attached.copies.of(part.content)
+
+
+def load(
+    attached: AttachedEngine, path: Any, tag: str, strict: bool, states: bool, scheduler: bool, module_only: bool
+) -> tuple[str, dict[str, Any]]:
+    """Load the verified ``tag``, as ``load_checkpoint`` does; return its directory and the client state. Collective.
+
+    Every rank raises if one cannot read, or if the checkpoint is of another model or optimizer.
+    """
+    folder, what = Path(path) / tag, f"read the checkpoint in {path}"
+    attached.parts.window.abort("load_checkpoint() was called")
+    with checkpointing(attached, what, stock=False):
+        contents = Contents(attached)
+
+        def examine() -> tuple[str, Reader]:
+            reader = Reader(folder)
+            contents.examine(reader, strict, states)
+            return "", reader
+
+        reader = together(what, examine, lambda: NOTHING_LOADED)
+
+        def read() -> tuple[str, dict[str, Any]]:
+            contents.read(reader, states)
+            client_state = contents.client_state(reader)
+            if not module_only:
+                contents.read_engine(reader, states, scheduler)
+            return "", client_state
+
+        try:
+            client_state = together(what, read, lambda: HALF_READ)
+            contents.give()
+        finally:
+            attached.states_loaded()
+    take_last(attached, client_state)
+    return str(folder), client_state

@@ -1,0 +1,212 @@
+"""Saves that a thread completes while training goes on, and how all ranks know how they ended.
+
+What is written was copied before. Ranks agree over the process group's store, on a connection of their own: a
+collective of a thread could meet those of training. The keys of a save::
+
+    written      how many ranks have written their part, or failed; "all" is set when all have
+    failed       how many have failed; error/1, error/2, ... are their errors
+    end          set by the first rank: how the save ended; empty: it is complete
+    raise_at     at the begin of which step all ranks raise, counted since the save
+
+The first rank sets ``raise_at`` in step n to n + 1. No other rank can begin step n + 1 before the first one has taken
+part in step n, so all look at the key after it was set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from zerosync_strategy.core.comm.collectives import timeout_of
+from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError, in_words
+from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.failures.words import ranks_text
+
+_PREFIX = "zerosync/checkpoint"
+_PAUSE_SECONDS = 0.5
+"""The longest time between two looks at the store."""
+_FAREWELL_SECONDS = 10.0
+"""How long the first rank, which may host the store, waits for others to read how the save ended."""
+
+
+class Job(Protocol):
+    """One save: what its ranks do."""
+
+    @property
+    def what(self) -> str: ...
+
+    def complete(self) -> None:
+        """Write this rank's part."""
+
+    def publish(self) -> None:
+        """On the first rank, after all have written theirs: make the checkpoint one that can be loaded."""
+
+    def abandon(self) -> None:
+        """On the first rank: remove what was written."""
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not written all."""
+
+    def written_by(self, rank: int) -> int:
+        """Return the bytes that ``rank`` has written until now."""
+
+
+@dataclass
+class _Pending:
+    job: Job
+    store: Any
+    ended: Future[str]
+    """The text of its error; empty: it is complete."""
+    steps: int = 0
+    """Begun since the save."""
+    raise_at: int = 0
+    then: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Background:
+    """Completes one save at a time, in a thread of this rank. The methods are called on all ranks alike."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._rank, self._ranks, self._patience = rank, world_size, timeout_of(None).total_seconds() / 2
+        self._hosted = store  # it may be hosted here: kept until the end
+        self._store = store.clone()
+        self._thread = ThreadPoolExecutor(1, "zerosync-checkpoint")
+        self._number = 0
+        self._pending: _Pending | None = None
+        atexit.register(self._exit)
+
+    def start(self, job: Job) -> None:
+        """Complete ``job`` in the background; an earlier one is waited for first."""
+        self.wait()
+        self._number += 1
+        store = PrefixStore(f"{_PREFIX}/{self._number}", self._store)
+        then: list[Callable[[], None]] = []
+        self._pending = _Pending(job, store, self._thread.submit(self._run, job, store, then), then=then)
+
+    def after(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when the pending save is complete, and not if it fails; now, if none is pending."""
+        if self._pending is None:
+            then()
+            return
+        self._pending.then.append(then)
+        if self._pending.ended.done():
+            self._call(self._pending.then, self._pending.ended.result())
+
+    def step_begins(self) -> None:
+        """Raise a ``CheckpointError``, on all ranks in the same step, if the pending save has failed."""
+        pending = self._pending
+        if pending is None:
+            return
+        pending.steps += 1
+        ended = pending.ended.done()
+        if ended and not pending.ended.result():
+            self._pending = None
+        elif pending.raise_at == 0 and self._rank == 0 and ended:
+            pending.raise_at = pending.steps + (self._ranks > 1)
+            pending.store.set("raise_at", str(pending.raise_at))
+        elif pending.raise_at == 0 and self._rank != 0 and pending.store.check(["raise_at"]):
+            pending.raise_at = int(pending.store.get("raise_at"))
+        if 0 < pending.raise_at <= pending.steps:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until no save is pending; raise a ``CheckpointError`` on all ranks if it has failed."""
+        pending = self._pending
+        if pending is None:
+            return
+        with rank_status().activity(f"the wait for the attempt to {pending.job.what}"):
+            text = pending.ended.result()
+        self._pending = None
+        if text:
+            raise CheckpointError(f"Cannot {pending.job.what}: {text.rstrip('. ')}. {UNWRITABLE}")
+
+    def _exit(self) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:  # nobody is left to catch it
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+    # ---- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self, job: Job, store: Any, then: list[Callable[[], None]]) -> str:
+        try:
+            text = self._complete(job, store)
+        except Exception as error:  # of the store: other ranks have ended
+            text = in_words(error)
+        self._call(then, text)
+        return text
+
+    def _complete(self, job: Job, store: Any) -> str:
+        try:
+            job.complete()
+        except Exception as error:
+            store.set(f"error/{store.add('failed', 1)}", f"rank {self._rank}: {in_words(error)}")
+        if store.add("written", 1) == self._ranks:
+            store.set("all", "")
+        if self._rank != 0:
+            text = self._await(store, "end", lambda: [0], job) or store.get("end").decode()
+            store.add("read", 1)
+            return text
+        text = self._await(store, "all", job.missing, job)
+        if failed := store.add("failed", 0):
+            text = "; ".join(store.get(f"error/{number}").decode() for number in range(1, failed + 1))
+        if not text:
+            try:
+                job.publish()
+            except Exception as error:
+                text = in_words(error)
+        if text:
+            job.abandon()
+        store.set("end", text)
+        end = time.monotonic() + _FAREWELL_SECONDS
+        while store.add("read", 0) < self._ranks - 1 and time.monotonic() < end:
+            time.sleep(0.01)
+        return text
+
+    def _await(self, store: Any, key: str, whom: Callable[[], Sequence[int]], job: Job) -> str:
+        """Wait for ``key``. Return what is wrong if the ranks ``whom`` write nothing for longer than the patience."""
+        pause, looked = 0.01, time.monotonic()
+        written: dict[int, int] = {}
+        while not store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS)
+            if time.monotonic() - looked < self._patience:
+                continue
+            now = {rank: job.written_by(rank) for rank in whom()}
+            if now and now == written:
+                return f"{ranks_text(list(now))}: nothing was written for {self._patience:.0f} s"
+            looked, written = time.monotonic(), now
+        return ""
+
+    @staticmethod
+    def _call(then: list[Callable[[], None]], text: str) -> None:
+        while then and not text:
+            then.pop(0)()
+
+
+_current: tuple[Callable[[], Any], Background] | None = None  # with a weak reference to its process group
+
+
+def background() -> Background:
+    """Return the background of this process in its default process group."""
+    global _current
+    group = dist.distributed_c10d._get_default_group()
+    if _current is None or _current[0]() is not group:
+        made = Background(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+        _current = weakref.ref(group), made
+    return _current[1]
+
+
+def wait_for_save() -> None:
+    """Wait until no save is pending, without a process group, too; raise if it has failed."""
+    if _current is not None:
+        _current[1].wait()
