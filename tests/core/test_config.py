@@ -37,7 +37,12 @@ def test_wrong_type(value: object) -> None:
     ("block", "keywords", "error", "message"),
     [
         ({"coalesc": True}, {}, ValueError, "'coalesc' in the 'zerosync' block. Did you mean 'coalesce'?"),
-        ({}, {"xyz": True}, ValueError, "'xyz' in the keyword arguments. Known: checkpoint_checksums, coalesce,"),
+        (
+            {},
+            {"xyz": True},
+            ValueError,
+            "'xyz' in the keyword arguments. Known: checkpoint_background,",
+        ),
         ({"coalesce": True}, {"coalesce": False}, ValueError, "Give it in one place"),
         (["coalesce"], {}, TypeError, "takes a mapping"),
         ({1: 2}, {}, ValueError, "Unknown ZeroSync option 1 in the 'zerosync' block. Known: .*coalesce, "),

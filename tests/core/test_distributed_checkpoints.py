@@ -1,15 +1,22 @@
 """Distributed checkpoints: any number of ranks on any stage goes on, as plain torch that never stopped."""
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tests.core.test_fp16 import device
+from tests.core.test_whole_checkpoints import adafactor, mixed
 from tests.harness.engines import make_engine, rank
-from tests.harness.oracle import distance, full_parameters
+from tests.harness.optimizers import noted
+from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.universal import STEPS, Net, batch, plain_torch, started
 from zerosync_strategy import attach
+from zerosync_strategy.core.checkpoints.dcp import Reader
 
 RUNS = ((2, 2), (3, 1), (1, 3), (3, 4), (2, 4), (3, 2), (3, 3), (1, 2), (2, 1))
 """Stage and ranks of each run; the next goes on where it has ended."""
@@ -52,3 +59,112 @@ def test_other_stages_and_numbers_of_ranks(tmp_path: Path) -> None:
     for run, expected in enumerate(oracle):
         ended = run_ranks(train, run, world_size=RUNS[run][1])
         assert max(distance(parameters, expected) for parameters in ended) == 0.0, RUNS[run]
+
+
+OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
+    "adamw": Net.optimizer,
+    "nadam": lambda net: torch.optim.NAdam([net.first.weight, net.first.bias, *net.last.parameters()], lr=0.01),
+    "no states": lambda net: torch.optim.SGD(net.first.parameters(), lr=0.1),
+    "mixed": mixed,
+    "adafactor": adafactor,
+    "noted": noted,
+}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
+Run = tuple[int, int, dict[str, Any]]
+"""Stage, ranks, and options of DeepSpeed."""
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("adamw", (2, 2, BF16), (3, 3, BF16)),
+        ("nadam", (3, 3, FP16), (1, 2, FP16)),
+        ("no states", (3, 2, {}), (2, 1, {})),
+        ("mixed", (1, 2, BF16), (3, 3, BF16)),
+        ("adafactor", (3, 3, {}), (2, 2, {})),
+        ("noted", (2, 1, {}), (3, 2, {})),
+    ],
+)
+def test_all_that_a_checkpoint_has_is_loaded(name: str, first: Run, second: Run, tmp_path: Path) -> None:
+    """What is saved again right after loading is the same, to the bit."""
+
+    def run(stage: int, config: dict[str, Any], number: int) -> dict[str, torch.Tensor]:
+        with device() if "fp16" in config else contextlib.nullcontext():
+            net = started(Net()) if number == 0 else Net()
+            engine = make_engine(net, OPTIMIZERS[name](net), stage, {"sub_group_size": 50}, **config)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer.optimizer, 0.9)
+            engine.lr_scheduler = scheduler
+            attach(engine, **DISTRIBUTED)
+            dtype = next(iter(net.parameters())).dtype
+            for step in range(3 * (1 - number)):  # the last layer is never stepped before the second
+                net.last.requires_grad_(step > 0)
+                engine.backward(engine(batch(step, 0, rank()).to(dtype)))
+                engine.step()
+            if number:
+                engine.load_checkpoint(tmp_path, tag="0")
+            assert scheduler.last_epoch == 3
+            engine.save_checkpoint(tmp_path, tag=str(number))
+            return full_parameters(engine.module)
+
+    (before, *_) = run_ranks(run, first[0], first[2], 0, world_size=first[1])
+    (after, *_) = run_ranks(run, second[0], second[2], 1, world_size=second[1])
+    if first[2] == second[2]:
+        assert distance(after, before) == 0.0
+    expected, found = everything(tmp_path / "0"), everything(tmp_path / "1")
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        same = torch.equal(value, found[key]) if torch.is_tensor(value) else value == found[key]
+        assert same, key
+    names = {str(key[2]) for key in expected if key[:2] == ("optimizer", "state")}
+    assert names == (set() if name == "no states" else {"first.weight", "first.bias", "last.weight", "last.bias"})
+    engine = Reader(tmp_path / "1").object(("engine",))
+    assert engine["counters"] | {"global_samples": 0} == {
+        "global_steps": 3, "global_samples": 0, "micro_steps": 3, "skipped_steps": 0
+    }  # fmt: skip
+    assert first[2] is not FP16 or engine["loss_scaler"]["cur_scale"] > 2**4
+
+
+def everything(folder: Path) -> dict[Any, Any]:
+    """All values of a checkpoint but those of the engine and of ranks."""
+    reader = Reader(folder)
+    return {key: reader.object(key) for key in reader.stored if key[0] in ("model", "optimizer")}
+
+
+@pytest.mark.parametrize("stages", [(2, 3), (3, 1)])
+def test_layers_that_were_stepped_in_other_steps(stages: tuple[int, int], tmp_path: Path) -> None:
+    """Each parameter goes on with its own step count: a frozen one was not stepped."""
+
+    def frozen(net: Net, step: int) -> None:
+        net.first.requires_grad_(step not in (1, 2, 5))
+        net.last.requires_grad_(step not in (0, 5) or step == 5)
+
+    def train(run: int) -> dict[str, torch.Tensor]:
+        net = Net()
+        engine = make_engine(net, torch.optim.AdamW([*net.first.parameters(), *net.last.parameters()]), stages[run])
+        attach(engine, **DISTRIBUTED)
+        if run:
+            engine.load_checkpoint(tmp_path)
+        for step in range(3 * run, 3 * run + 3):
+            frozen(net, step)
+            engine.backward(engine(batch(step, 0, rank())))
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        return full_parameters(engine.module)
+
+    def plain() -> list[dict[str, torch.Tensor]]:
+        ended, net = [], Net()
+        optimizer = torch.optim.AdamW([*net.first.parameters(), *net.last.parameters()])
+        for run, ranks in enumerate((2, 3)):
+            oracle = Oracle(net, optimizer, ranks)
+            for step in range(3 * run, 3 * run + 3):
+                frozen(net, step)
+                oracle.backward(lambda rank, step=step: net(batch(step, 0, rank)))
+                oracle.step()
+            ended.append(full_parameters(net))
+        return ended
+
+    (oracle,) = run_ranks(plain, world_size=1)
+    for run, expected in enumerate(oracle):
+        for ended in run_ranks(train, run, world_size=run + 2):
+            assert distance(ended, expected) == 0.0, run

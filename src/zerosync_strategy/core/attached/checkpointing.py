@@ -75,29 +75,35 @@ def of_every_format(attached: AttachedEngine) -> dict[str, Any]:
 def find(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> tuple[str | None, bool]:
     """Return the verified tag that ``load_checkpoint`` loads, and whether it is a distributed one. Collective."""
     background().wait()
+    if checkpoint_files.loads_universal(attached.parts.engine) and not (tag and is_distributed(Path(path) / str(tag))):
+        _check_universal(attached)
     source = source_of(attached, path, tag, optimizer_states)
     with attached.activity(f"the attempt to read the checkpoint in {path}"):
         tag = verify(source)
     return tag, tag is not None and is_distributed(Path(path) / tag)
 
 
-@contextmanager
-def loading(attached: AttachedEngine, path: Any, tag: str | None, optimizer_states: bool) -> Iterator[None]:
-    """Around DeepSpeed's ``load_checkpoint`` of the verified ``tag``."""
-    engine = attached.parts.engine
-    if checkpoint_files.loads_universal(engine) and attached.parts.reducer.shards.over_groups:
+def _check_universal(attached: AttachedEngine) -> None:
+    """Raise ``ValueError`` if :func:`restore_universal` cannot restore all that DeepSpeed leaves out."""
+    if attached.parts.reducer.shards.over_groups:
         raise ValueError(
             "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
             " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
             " save_checkpoint() wrote, on as many ranks."
         )
-    if checkpoint_files.loads_universal(engine) and (name := checkpoint_files.not_restored(engine.module, _trained())):
+    if name := checkpoint_files.not_restored(attached.parts.engine.module, _trained()):
         raise ValueError(
             f"load_checkpoint() was to load a universal checkpoint, which would leave {name!r} as it was built: no"
             " optimizer has it, and ZeRO-3 keeps its shard on NVMe, quantized or twice (hpZ). Build the engine for it"
             " without 'offload_param' on NVMe, 'zero_quantized_weights', 'zero_quantized_nontrainable_weights' and"
             " 'zero_hpz_partition_size', or load the checkpoint that save_checkpoint() wrote, on as many ranks."
         )
+
+
+@contextmanager
+def loading(attached: AttachedEngine, path: Any, tag: str | None, optimizer_states: bool) -> Iterator[None]:
+    """Around DeepSpeed's ``load_checkpoint`` of the verified ``tag``."""
+    engine = attached.parts.engine
     what = f"read the checkpoint in {path}"
     with attached.activity(f"the attempt to {what}"):
         if optimizer_states and tag is not None and attached.by_name is not None:

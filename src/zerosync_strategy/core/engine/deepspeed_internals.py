@@ -64,6 +64,8 @@ ALL_STAGES = (
     *rows("window", "zero config", "+ignore_unused_parameters"),
     *rows("checkpoints", "deepspeed.runtime.checkpoint_engine", "TorchCheckpointEngine"),
     *rows("checkpoints", "checkpoint engine", "+save(state_dict, path)"),
+    *rows("checkpoints", "engine", "+global_samples +micro_steps +skipped_steps +lr_scheduler"),
+    *rows("checkpoints", "optimizer", "loss_scaler dynamic_loss_scale overflow"),
     *rows("access to shards", "deepspeed.utils.tensor_fragment", "+safe_get_full_grad(param)"),
     *rows("collectives and their report", "deepspeed.comm.comm", "cdb comms_logger"),
     *rows("collectives", "deepspeed.comm.torch", "+TorchBackend"),

@@ -47,9 +47,9 @@ def _load_scale(optimizer: Any, saved: dict[str, Any]) -> None:
 def why_not_distributed(engine: Any) -> str:
     """Return what of the configuration of ``engine`` a distributed checkpoint cannot hold; empty if it can all."""
     configured = zero.user_config(engine)
-    if engine.zero_hpz_partition_size() > 1:
-        return "'zero_optimization.zero_hpz_partition_size' (a second copy of shards)"
     of_zero = configured.get("zero_optimization", {})
+    if of_zero.get("zero_hpz_partition_size", 1) > 1:
+        return "'zero_optimization.zero_hpz_partition_size' (a second copy of shards)"
     if any((of_zero.get(f"offload_{what}") or {}).get("device") == "nvme" for what in ("optimizer", "param")):
         return "offloading to NVMe (values are on disk)"
     if any(of_zero.get(f"zero_quantized{what}") for what in ("_weights", "_nontrainable_weights")):

@@ -51,6 +51,7 @@ TRAINING = (
     *rows("compiled autograd", "torch._C._dynamo.eval_frame", """
         _FrameAction _FrameExecStrategy +set_code_exec_strategy
     """),
+    *rows("checkpoints", "torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *rows("communication", "torch.distributed.ProcessGroup", """
         _device_types _get_backend _start_coalescing _end_coalescing
     """),
