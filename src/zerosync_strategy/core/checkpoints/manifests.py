@@ -166,6 +166,11 @@ def is_distributed(directory: Path) -> bool:
     return (directory / METADATA).is_file()
 
 
+def is_of_checkpoint(name: str) -> bool:
+    """Return whether a file of this ``name`` is part of a checkpoint of either format."""
+    return name == METADATA or bool(_NAME.fullmatch(name)) or name.endswith((".distcp", "_states.pt"))
+
+
 def ranks_in(directory: Path) -> list[int]:
     """Return the ranks that have a manifest in the ``directory`` of a tag."""
     return sorted(int(found[1]) for entry in os.scandir(directory) if (found := _NAME.fullmatch(entry.name)))

@@ -26,6 +26,7 @@ from zerosync_strategy.core.checkpoints.manifests import (
     FileState,
     Manifest,
     check_whole,
+    is_of_checkpoint,
     path_of,
     ranks_in,
 )
@@ -168,6 +169,9 @@ class DistributedSave(EngineSave):
         if self._folder.exists():
             os.rename(self._folder, before)
         os.rename(self._working, self._folder)
+        for entry in before.iterdir() if before.exists() else ():
+            if not is_of_checkpoint(entry.name):  # files of the program
+                os.rename(entry, self._folder / entry.name)
         _remove(before)
         super().publish()
 
