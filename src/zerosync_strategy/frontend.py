@@ -24,8 +24,11 @@ from torch.optim import Optimizer
 from zerosync_strategy.arguments import StrategyArguments
 from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.attached.checkpointing import source_of
+from zerosync_strategy.core.attached.contents import weights_and_client_state
 from zerosync_strategy.core.attaching import attach
+from zerosync_strategy.core.checkpoints.background import after_save, wait_for_save
 from zerosync_strategy.core.checkpoints.loads import Source, one_load
+from zerosync_strategy.core.checkpoints.manifests import is_distributed
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import cpu, patches, zero
@@ -58,11 +61,11 @@ from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # what frontends use in addition to the functions below
     "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
-    "accumulate_outside", "as_it_is", "copy_problem", "dtype_problem", "full_shape",
-    "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "leave_sharded",
-    "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
+    "accumulate_outside", "after_save", "as_it_is", "copy_problem", "dtype_problem", "full_shape",
+    "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "is_distributed",
+    "leave_sharded", "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
     "optimizer_problem", "part_of", "readable", "refuse_removed", "reload_master_weights", "requiring_grad",
-    "restore", "restrict",
+    "restore", "restrict", "wait_for_save", "weights_and_client_state",
 ]  # fmt: skip
 
 
@@ -217,3 +220,11 @@ def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> 
             of_stage_3.release()  # DeepSpeed makes the first one do so
     trained = {param for zerosync in zerosyncs for param in zerosync.parameters}
     return requiring_grad([param for param in module.parameters() if param not in trained], False)
+
+
+def load_full(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Call ``load_state_dict(state)`` of a module that no engine trains, sharded or not. Collective."""
+    from deepspeed import zero as deepspeed_zero
+
+    with deepspeed_zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        module.load_state_dict(state, strict=strict)

@@ -256,6 +256,7 @@ class _AcceleratorOverrides(Stock):
         wrapped.clip_grad_value(parameters, clip_value)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        frontend.wait_for_save()  # before Accelerate removes older ones
         with frontend.one_save():  # schedulers and states of random generators are part of the checkpoint
             return super().save_state(*args, **kwargs)
 

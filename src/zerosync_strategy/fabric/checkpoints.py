@@ -17,10 +17,13 @@ from torch.nn import Module
 from zerosync_strategy.frontend import (
     Source,
     handle_of,
+    is_distributed,
+    load_full,
     loads_universal,
     one_load,
     one_save,
     source,
+    weights_and_client_state,
     whole_checkpoint,
 )
 
@@ -103,22 +106,22 @@ def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -
 
 def load_weights(module: Module, state: dict[str, Any], strict: bool) -> None:
     """Call ``load_state_dict(state)`` of a model on any stage, whether it has an engine or not. Collective."""
-    from deepspeed import zero
-
     model = unwrap_prepared(module)
     zerosync = handle_of(model)
     if zerosync is not None:
         with zerosync.full_parameters():
             zerosync.engine.module.load_state_dict(state, strict=strict)
         return
-    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-        model.module.load_state_dict(state, strict=strict)
+    load_full(model.module, state, strict)
 
 
 def _load_for_evaluation(model: PreparedModule, directory: Path, strict: bool) -> None:
     """Load a model without an optimizer. Under ZeRO-3, the weights are in the optimizer's part of the checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    if is_distributed(directory / TAG):
+        load_weights(model, weights_and_client_state(directory / TAG)[0], strict)
+        return
     load_weights(model, get_fp32_state_dict_from_zero_checkpoint(str(directory), TAG), strict)
 
 

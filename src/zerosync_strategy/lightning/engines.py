@@ -130,12 +130,29 @@ def _shape(value: Any) -> Any:
 
 
 class EvaluationOverrides(frontend.ModeOverrides):
-    """Overrides of an engine for evaluation under ZeRO-3: it loads the parameters of all optimizers.
+    """Overrides of an engine for evaluation, which has no optimizer: it loads distributed checkpoints, too."""
+
+    def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
+        if not frontend.is_distributed(Path(load_dir) / TAG):
+            return self.load_deepspeed(load_dir, *args, load_module_strict=load_module_strict, **kwargs)
+        state, client_state = frontend.weights_and_client_state(Path(load_dir) / TAG)
+        for index in range(1, count_saved(load_dir)):
+            state |= frontend.weights_and_client_state(directory(load_dir, index) / TAG)[0]
+        engine: Any = self
+        frontend.load_full(engine.module, state, load_module_strict)
+        return load_dir, client_state
+
+    def load_deepspeed(self, *args: Any, **kwargs: Any) -> Any:
+        return super().load_checkpoint(*args, **kwargs)
+
+
+class ShardedEvaluationOverrides(EvaluationOverrides):
+    """The same under ZeRO-3: parameters of all optimizers are loaded.
 
     DeepSpeed would load only those of the first optimizer, from its optimizer states, which hold them under ZeRO-3.
     """
 
-    def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
+    def load_deepspeed(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         others: dict[str, torch.Tensor] = {}
@@ -146,7 +163,7 @@ class EvaluationOverrides(frontend.ModeOverrides):
             dst.load_state_dict({**src, **others}, strict=load_module_strict)
 
         with frontend.loading_without_optimizer(self):
-            return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)
+            return super().load_deepspeed(load_dir, *args, custom_load_fn=load, **kwargs)
 
 
 def verified_together(

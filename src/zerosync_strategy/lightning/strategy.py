@@ -25,6 +25,7 @@ from .deepspeed import DeepSpeedAnyDeviceStrategy
 from .engines import (
     TAG,
     EvaluationOverrides,
+    ShardedEvaluationOverrides,
     check_full_weights,
     count_saved,
     directory,
@@ -285,10 +286,9 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         _engines.setdefault(model, []).append(weakref.ref(self.model))
         if self._excludes_frozen:
             frontend.interpose(self.model, frontend.FrozenStay)
-        if without_parameters or not self.zero_stage_3:
-            frontend.interpose(self.model, frontend.ModeOverrides)
-        else:
-            frontend.interpose(self.model, EvaluationOverrides)
+        is_sharded = self.zero_stage_3 and not without_parameters
+        frontend.interpose(self.model, ShardedEvaluationOverrides if is_sharded else EvaluationOverrides)
+        if is_sharded:
             frontend.gather_for_evaluation(model.parameters())
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -360,6 +360,11 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             # Otherwise the first step would restore the weights from which the optimizer was made.
             frontend.reload_master_weights(zerosync.engine.optimizer)
 
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, once the one that may take its place is complete."""
+        frontend.after_save(lambda: super(ZeroSyncStrategy, self).remove_checkpoint(filepath))
+
     def _whole_checkpoint(self) -> AbstractContextManager[None]:
         """Wrap a save or load by the first engine, so that it includes the whole module."""
         assert self.lightning_module is not None
@@ -374,6 +379,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         self._abort("training ended before the optimizer step that would have used them")
         with frontend.activity(frontend.Doing.END):  # a rank with fewer batches waits here, and gets the error
             self.barrier("zerosync_strategy.on_train_end")
+        frontend.wait_for_save()
         super().on_train_end()
 
     @override

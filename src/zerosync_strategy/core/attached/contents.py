@@ -19,6 +19,7 @@ import io
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -43,10 +44,17 @@ class Contents:
 
     def __init__(self, attached: AttachedEngine) -> None:
         self._attached, self._engine = attached, attached.parts.engine
-        self._masters, self._stepper, self._names = attached.masters, attached.stepper, attached.parts.names
+        self._masters, self._stepper = attached.masters, attached.stepper
         self._flats = [master.flat for master in self._masters.by_param()]
         self._parts = list(self._masters.parts())
         trained = {part.param for part in self._parts}
+        # Of several engines of a module, the first one has all of it, and the others what they train.
+        self._is_whole = not any(
+            each.number < attached.number and each.parts.engine.module is self._engine.module
+            for each in AttachedEngine.all
+        )
+        names = attached.parts.names
+        self._names = {param: name for param, name in names.items() if self._is_whole or param in trained}
         self._untrained = {name: param for param, name in self._names.items() if param not in trained}
         self._optimizer = zero.stepping_optimizer(self._engine)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -104,10 +112,12 @@ class Contents:
         content.names |= {("model", name): ("model", first) for name, first in self._tied().items()}
 
     def _groups(self) -> list[list[Any]]:
-        return [[param for param in params if param in self._names] for params in self._masters.groups()]
+        return self._masters.groups()
 
     def _others(self) -> dict[str, Any]:
         """Return what the module's ``state_dict()`` has beside parameters: buffers, and extra states of modules."""
+        if not self._is_whole:
+            return {}
         params = dict(self._engine.module.named_parameters(remove_duplicate=False))
         state = self._engine.module.state_dict(keep_vars=True)
         return {
@@ -117,7 +127,7 @@ class Contents:
 
     def _tied(self) -> dict[str, str]:
         every = self._engine.module.named_parameters(remove_duplicate=False)
-        return {name: self._names[param] for name, param in every if self._names[param] != name}
+        return {name: self._names[param] for name, param in every if self._names.get(param, name) != name}
 
     def _untrained_pieces(self, param: Any, of_rank: bool) -> Iterator[Piece]:
         """Yield a parameter that the optimizer lacks: what this rank has of it, or with ``of_rank`` what it writes."""
@@ -280,15 +290,20 @@ class Contents:
         if _ENGINE in reader.stored:
             engine_state.load(self._engine, reader.object(_ENGINE), scheduler, loss_scale=states)
 
-    @staticmethod
-    def client_state(reader: Reader) -> dict[str, Any]:
-        """Return what the program has saved with the engine."""
-        if _ENGINE not in reader.stored:
-            return {}
-        said: dict[str, Any] = torch.load(
-            io.BytesIO(reader.object(_ENGINE)["client_state"]), map_location="cpu", weights_only=False
-        )
-        return said
+
+def client_state(reader: Reader) -> dict[str, Any]:
+    """Return what the program has saved with the engine; empty if the checkpoint is of another library."""
+    if _ENGINE not in reader.stored:
+        return {}
+    said = io.BytesIO(reader.object(_ENGINE)["client_state"])
+    return dict(torch.load(said, map_location="cpu", weights_only=False))
+
+
+def weights_and_client_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the whole weights of a checkpoint, on the host, by the names of the module, and its client state."""
+    reader = Reader(folder)
+    names = [key for key in reader.stored if key[0] == "model" and len(key) == 2]
+    return {str(key[1]): reader.object(key) for key in names}, client_state(reader)
 
 
 def _piece(part: Any, values: torch.Tensor) -> Piece:

@@ -11,7 +11,7 @@ from zerosync_strategy.core.attached.checkpointing import (
     of_every_format,
     take_last,
 )
-from zerosync_strategy.core.attached.contents import Contents
+from zerosync_strategy.core.attached.contents import Contents, client_state
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.checkpoints.dcp import Reader
 from zerosync_strategy.core.checkpoints.saves import DistributedSave, engine_save
@@ -20,14 +20,17 @@ from zerosync_strategy.core.failures.errors import HALF_READ, NOTHING_LOADED
 
 
 def save(
-    attached: AttachedEngine, path: Any, tag: str, client_state: dict[str, Any], save_latest: bool, exclude_frozen: bool
+    attached: AttachedEngine, path: Any, tag: str, said: dict[str, Any], save_latest: bool, exclude_frozen: bool
 ) -> None:
-    """Save the engine, as ``save_checkpoint`` does. Collective; every rank raises if one cannot write."""
+    """Save the engine, as ``save_checkpoint`` does, with what the program has ``said`` as client state. Collective.
+
+    Every rank raises if one cannot write.
+    """
     config, step = attached.parts.config, attached.parts.engine.global_steps
     before_save(attached)
     part = DistributedSave(Path(path), tag, step, save_latest, config.checkpoint_background)
     with checkpointing(attached, part.what, stock=False), engine_save(part, verifiable=True), part.writing():
-        part.content = Contents(attached).written(client_state | of_every_format(attached), exclude_frozen)
+        part.content = Contents(attached).written(said | of_every_format(attached), exclude_frozen)
         if part.in_background:
             part.content = attached.copies.of(part.content)
 
@@ -53,15 +56,14 @@ def load(
 
         def read() -> tuple[str, dict[str, Any]]:
             contents.read(reader, states)
-            client_state = contents.client_state(reader)
             if not module_only:
                 contents.read_engine(reader, states, scheduler)
-            return "", client_state
+            return "", client_state(reader)
 
         try:
-            client_state = together(what, read, lambda: HALF_READ)
+            said = together(what, read, lambda: HALF_READ)
             contents.give()
         finally:
             attached.states_loaded()
-    take_last(attached, client_state)
-    return str(folder), client_state
+    take_last(attached, said)
+    return str(folder), said

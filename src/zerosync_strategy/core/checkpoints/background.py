@@ -89,17 +89,14 @@ class Background:
         self.wait()
         self._number += 1
         store = PrefixStore(f"{_PREFIX}/{self._number}", self._store)
-        then: list[Callable[[], None]] = []
-        self._pending = _Pending(job, store, self._thread.submit(self._run, job, store, then), then=then)
+        self._pending = _Pending(job, store, self._thread.submit(self._run, job, store))
 
     def after(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when the pending save is complete, and not if it fails; now, if none is pending."""
+        """Call ``then`` after the pending save is complete, and not if it fails; now, if none is pending."""
         if self._pending is None:
             then()
             return
         self._pending.then.append(then)
-        if self._pending.ended.done():
-            self._call(self._pending.then, self._pending.ended.result())
 
     def step_begins(self) -> None:
         """Raise a ``CheckpointError``, on all ranks in the same step, if the pending save has failed."""
@@ -109,7 +106,7 @@ class Background:
         pending.steps += 1
         ended = pending.ended.done()
         if ended and not pending.ended.result():
-            self._pending = None
+            self.wait()
         elif pending.raise_at == 0 and self._rank == 0 and ended:
             pending.raise_at = pending.steps + (self._ranks > 1)
             pending.store.set("raise_at", str(pending.raise_at))
@@ -126,6 +123,8 @@ class Background:
         with rank_status().activity(f"the wait for the attempt to {pending.job.what}"):
             text = pending.ended.result()
         self._pending = None
+        for then in () if text else pending.then:
+            then()
         if text:
             raise CheckpointError(f"Cannot {pending.job.what}: {text.rstrip('. ')}. {UNWRITABLE}")
 
@@ -137,13 +136,11 @@ class Background:
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
-    def _run(self, job: Job, store: Any, then: list[Callable[[], None]]) -> str:
+    def _run(self, job: Job, store: Any) -> str:
         try:
-            text = self._complete(job, store)
+            return self._complete(job, store)
         except Exception as error:  # of the store: other ranks have ended
-            text = in_words(error)
-        self._call(then, text)
-        return text
+            return in_words(error)
 
     def _complete(self, job: Job, store: Any) -> str:
         try:
@@ -187,11 +184,6 @@ class Background:
             looked, written = time.monotonic(), now
         return ""
 
-    @staticmethod
-    def _call(then: list[Callable[[], None]], text: str) -> None:
-        while then and not text:
-            then.pop(0)()
-
 
 _current: tuple[Callable[[], Any], Background] | None = None  # with a weak reference to its process group
 
@@ -204,6 +196,14 @@ def background() -> Background:
         made = Background(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         _current = weakref.ref(group), made
     return _current[1]
+
+
+def after_save(then: Callable[[], None]) -> None:
+    """Call ``then`` after the pending save is complete, and not if it fails; now, if none is pending."""
+    if _current is None:
+        then()
+    else:
+        _current[1].after(then)
 
 
 def wait_for_save() -> None:
