@@ -32,7 +32,12 @@ from zerosync_strategy.core.checkpoints.manifests import is_distributed
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import cpu, patches, zero
-from zerosync_strategy.core.engine.checkpoint_files import FrozenStay, loading_without_optimizer, loads_universal
+from zerosync_strategy.core.engine.checkpoint_files import (
+    FrozenStay,
+    frozen_missing,
+    loading_without_optimizer,
+    loads_universal,
+)
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.interpose import ModeOverrides, Stock, interpose, replaced, restore
 from zerosync_strategy.core.engine.module_hooks import drop_functions, leave_sharded
@@ -222,9 +227,13 @@ def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> 
     return requiring_grad([param for param in module.parameters() if param not in trained], False)
 
 
-def load_full(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Call ``load_state_dict(state)`` of a module that no engine trains, sharded or not. Collective."""
+def load_full(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, frozen_stay: bool = False) -> None:
+    """Call ``load_state_dict(state)`` of a module that no engine trains, sharded or not. Collective.
+
+    ``frozen_stay``: frozen parameters that ``state`` lacks keep their values.
+    """
     from deepspeed import zero as deepspeed_zero
 
     with deepspeed_zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
-        module.load_state_dict(state, strict=strict)
+        kept = frozen_missing(module, state) if frozen_stay else {}
+        module.load_state_dict({**state, **kept}, strict=strict)

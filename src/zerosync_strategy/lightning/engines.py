@@ -139,7 +139,7 @@ class EvaluationOverrides(frontend.ModeOverrides):
         for index in range(1, count_saved(load_dir)):
             state |= frontend.weights_and_client_state(directory(load_dir, index) / TAG)[0]
         engine: Any = self
-        frontend.load_full(engine.module, state, load_module_strict)
+        frontend.load_full(engine.module, state, load_module_strict, isinstance(self, frontend.FrozenStay))
         return load_dir, client_state
 
     def load_deepspeed(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from zerosync_strategy.core.checkpoints.dcp import Reader
 from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.checkpoints.pieces import Content, Key, Piece
 from zerosync_strategy.core.engine import engine_state, zero, zero3
+from zerosync_strategy.core.engine.checkpoint_files import FrozenStay
 from zerosync_strategy.core.failures.errors import frozen_left_out
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 
@@ -65,13 +66,15 @@ class Contents:
         """Return what this rank writes. Raise ``ValueError`` if a state of the optimizer depends on the shards."""
         content = Content()
         self._add_trained(content)
-        for name, param in self._untrained.items():
-            if not exclude_frozen or param.requires_grad:
-                for piece in self._untrained_pieces(param, of_rank=True):
-                    content.add(("model", name), piece)
+        left_out = {name for name, param in self._untrained.items() if exclude_frozen and not param.requires_grad}
+        for name in self._untrained.keys() - left_out:
+            for piece in self._untrained_pieces(self._untrained[name], of_rank=True):
+                content.add(("model", name), piece)
         content.objects["rng", str(self._rank)] = _random_state(self._engine.device)
         if self._rank == 0:
             self._add_of_first(content, client_state)
+            tied = self._tied().items()
+            content.names = {("model", name): ("model", first) for name, first in tied if first not in left_out}
         return content
 
     def _add_trained(self, content: Content) -> None:
@@ -109,7 +112,6 @@ class Contents:
         said = io.BytesIO()
         torch.save(dict(client_state), said)  # at once: the program may change it afterwards
         content.objects[_ENGINE] = copy.deepcopy(engine_state.state(self._engine)) | {"client_state": said.getvalue()}
-        content.names |= {("model", name): ("model", first) for name, first in self._tied().items()}
 
     def _groups(self) -> list[list[Any]]:
         return self._masters.groups()
@@ -160,12 +162,14 @@ class Contents:
         for name in here.keys() & there.keys():
             if here[name] != there[name]:
                 raise DamageError(f"{name!r} has the shape {there[name]} there, and {here[name]} here")
-        wanted = here.keys() | self._others().keys()
-        missing, unknown = sorted(wanted - there.keys()), sorted(there.keys() - wanted)
-        if strict and (missing or unknown):
-            frozen = {name for name, param in self._untrained.items() if not param.requires_grad}
-            if missing and not unknown and frozen.issuperset(missing):
-                raise DamageError(frozen_left_out(missing[0]))
+        wanted = [*here, *self._others()]
+        missing, unknown = [name for name in wanted if name not in there], sorted(there.keys() - {*wanted})
+        frozen = {name for name, param in self._untrained.items() if not param.requires_grad}
+        frozen |= {name for name, first in self._tied().items() if first in frozen}
+        only_frozen = bool(missing) and not unknown and frozen.issuperset(missing)
+        if only_frozen and strict and not isinstance(self._engine, FrozenStay):
+            raise DamageError(frozen_left_out(missing[0]))
+        if strict and (missing or unknown) and not only_frozen:
             raise DamageError(_difference("parameters and buffers", missing, unknown, "load_module_strict=False"))
         if states:
             self._examine_states(reader, strict)
