@@ -237,3 +237,14 @@ def load_full(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, f
     with deepspeed_zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
         kept = frozen_missing(module, state) if frozen_stay else {}
         module.load_state_dict({**state, **kept}, strict=strict)
+
+
+@contextmanager
+def one_more(options: Any, limit: str) -> Iterator[None]:
+    """While active, ``options`` keep one checkpoint more than the option ``limit``, if that limits them.
+
+    The newest is written in the background, and the one before it is the last complete one.
+    """
+    asked = getattr(options, limit)
+    with replaced(options, limit, asked and asked + 1):
+        yield

@@ -61,13 +61,13 @@ def start(
     return Run(accelerator, *accelerator.prepare(model, torch_optimizer, loader, scheduler), data)
 
 
-def launched(stage: int) -> dict[str, str]:
-    """What ``accelerate launch`` tells the ranks."""
+def launched(stage: int, **options: Any) -> dict[str, str]:
+    """What ``accelerate launch`` tells the ranks; with options of ours."""
     config = {
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "train_micro_batch_size_per_gpu": "auto",
-        "zerosync": {},
+        "zerosync": options,
     }
     return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": json.dumps(config)}

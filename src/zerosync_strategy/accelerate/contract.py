@@ -31,4 +31,5 @@ TRAINER = (
           "deepspeed_init(trainer, num_training_steps, inference)"),
     *rows("training with the Trainer", "transformers.trainer", "deepspeed_init", named_in="transformers.trainer"),
     *rows("saving of the Trainer's module", "transformers.trainer.Trainer", "_save(output_dir, state_dict)"),
+    *rows("checkpoints in the background", "transformers.trainer.Trainer", "_save_checkpoint() _load_best_model()"),
 )  # fmt: skip

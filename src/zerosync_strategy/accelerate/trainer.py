@@ -17,7 +17,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSched
 from zerosync_strategy.accelerate import contract
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.frontend import in_full_shapes
+from zerosync_strategy.frontend import in_full_shapes, one_more, wait_for_save
 
 _TRAINER = "_zerosync_trainer"  # attribute of an Accelerator: its Trainer
 _SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # packages that save the module, not the gathered state
@@ -95,6 +95,31 @@ def _gather_to_save(trainer: Any) -> None:
     trainer._save = save
 
 
+def _keep_last_complete(trainer: Any) -> None:
+    """Keep one checkpoint more than ``save_total_limit`` while the newest is written in the background.
+
+    The Trainer deletes older ones as soon as ``save_checkpoint`` returns, and loads the best at the end.
+    """
+    if not trainer.accelerator.state.deepspeed_plugin.zerosync_config.checkpoint_background:
+        return
+    if "_save_checkpoint" in vars(trainer):
+        return
+    save, load_best = trainer._save_checkpoint, trainer._load_best_model
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **options: Any) -> Any:
+        wait_for_save()
+        with one_more(trainer.args, "save_total_limit"):
+            return save(*args, **options)
+
+    @functools.wraps(load_best)
+    def load_best_model(*args: Any, **options: Any) -> Any:
+        wait_for_save()
+        return load_best(*args, **options)
+
+    trainer._save_checkpoint, trainer._load_best_model = save_checkpoint, load_best_model
+
+
 def _show_to_callbacks(trainer: Any) -> None:
     """Show averaged gradients to callbacks before the step, which they may change; free where none overrides it."""
     from transformers import TrainerCallback
@@ -122,6 +147,7 @@ def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[...
             return stock(trainer, num_training_steps, inference)
         setattr(trainer.accelerator, _TRAINER, weakref.ref(trainer))
         _gather_to_save(trainer)
+        _keep_last_complete(trainer)
         _show_to_callbacks(trainer)
         configured = _configured(trainer.accelerator)
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler

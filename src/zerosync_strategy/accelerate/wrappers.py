@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -256,8 +256,10 @@ class _AcceleratorOverrides(Stock):
         wrapped.clip_grad_value(parameters, clip_value)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        frontend.wait_for_save()  # before Accelerate removes older ones
-        with frontend.one_save():  # schedulers and states of random generators are part of the checkpoint
+        frontend.wait_for_save()
+        in_background = self.deepspeed_plugin.zerosync_config.checkpoint_background
+        kept = frontend.one_more(self.project_configuration, "total_limit") if in_background else nullcontext()
+        with kept, frontend.one_save():  # schedulers and states of random generators are part of the checkpoint
             return super().save_state(*args, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:

@@ -23,6 +23,7 @@ from zerosync_strategy.frontend import (
     one_load,
     one_save,
     source,
+    wait_for_save,
     weights_and_client_state,
     whole_checkpoint,
 )
@@ -73,6 +74,7 @@ def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -
         KeyError: with ``strict``, the checkpoint lacks an entry of ``state``.
         ValueError: ``state`` has no model, or an optimizer without its model.
     """
+    wait_for_save()
     models = _models_in(state if isinstance(state, dict) else {}, "fabric.load()")
     optimizers = _optimizers_in(state, models)
     saved: dict[str, Any] = {}

@@ -311,11 +311,8 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             with self._whole_checkpoint():
                 super().save_checkpoint(checkpoint, filepath, storage_options)
             for index, zerosync in enumerate(self.zerosyncs[1:], 1):
-                zerosync.engine.save_checkpoint(
-                    str(directory(filepath, index)),
-                    tag=TAG,
-                    exclude_frozen_parameters=self._excludes_frozen,
-                )
+                place = str(directory(filepath, index))
+                zerosync.engine.save_checkpoint(place, TAG, exclude_frozen_parameters=self._excludes_frozen)
             if self.is_global_zero:
                 remove_others(filepath, len(self.zerosyncs))
                 averages.save(averaged, filepath)
@@ -326,6 +323,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         how = {} if weights_only is None else {"weights_only": weights_only}  # an unknown argument in Lightning 2.5
         if self.load_full_weights and self.zero_stage_3:
             return super().load_checkpoint(checkpoint_path, **how)
+        frontend.wait_for_save()
         saved = count_saved(checkpoint_path)
         if self.zerosyncs and saved != len(self.zerosyncs):
             raise MisconfigurationException(
@@ -361,8 +359,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             frontend.reload_master_weights(zerosync.engine.optimizer)
 
     @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, once the one that may take its place is complete."""
+    def remove_checkpoint(self, filepath: Any) -> None:  # once the one that may take its place is complete
         frontend.after_save(lambda: super(ZeroSyncStrategy, self).remove_checkpoint(filepath))
 
     def _whole_checkpoint(self) -> AbstractContextManager[None]:
