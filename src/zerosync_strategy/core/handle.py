@@ -12,6 +12,7 @@ import torch
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.full_weights import FullWeights, export_weights
+from zerosync_strategy.core.checkpoints.background import wait_for_save
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options.budgets import parse_bytes
 from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
@@ -273,6 +274,16 @@ class ZeroSync:
         self._while_attached("load_full_state()")
         self.abort("load_full_state() was called")
         load_full_state(self.engine, state)
+
+    def wait_for_save(self) -> None:
+        """Wait until no checkpoint is being written in the background. Call it on every rank.
+
+        A later save or load, the end of the training and of the program wait, too.
+
+        Raises:
+            CheckpointError: on every rank, if one could not write.
+        """
+        wait_for_save()
 
     def detach(self) -> None:
         """Restore the engine to DeepSpeed's own behaviour.
