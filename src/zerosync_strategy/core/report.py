@@ -29,6 +29,7 @@ class StepReport:
         peak_node_bytes: ZeRO-3: peak of node shards of parameters on this rank.
         peak_host_bytes: ZeRO-3: peak of parameters cached in host memory.
         loaded_bytes: ZeRO-3: copied from host memory instead of gathered.
+        copied_bytes: host memory with copies of what a checkpoint in the background has, kept for the next one.
         peak_unsharded_bytes: ZeRO-3: peak of gathered parameters (E1), including gathers in flight and parameters held
             or kept for a backward; without persistent ones and those of a ``GatheredParameters`` context.
         seconds: host time in ZeroSync's own reduction, including waits for other ranks.
@@ -58,6 +59,7 @@ class StepReport:
     budgets: Choice | None = None
     floor_bytes_between_nodes: int = 0
     peak_node_bytes: int = 0
+    copied_bytes: int = 0
     apart: Mapping[str, int] = field(default_factory=dict)
     version: str = __version__
 
@@ -125,6 +127,7 @@ class StepReport:
             "parameters held until the step": self.peak_held_bytes,
             "parameters in node shards": self.peak_node_bytes,
             "parameters in host memory": self.peak_host_bytes,
+            "copies for checkpoints in host memory": self.copied_bytes,
         }
         memory = [f"{size_text(nbytes)} of {what}" for what, nbytes in peaks.items() if nbytes]
         loaded = f"; {size_text(self.loaded_bytes)} loaded from host memory" if self.loaded_bytes else ""

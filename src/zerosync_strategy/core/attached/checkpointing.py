@@ -182,12 +182,17 @@ def _trained() -> set[torch.nn.Parameter]:
     return {param for each in AttachedEngine.all for param in each.parts.reducer.params}
 
 
-def take_client_state(attached: AttachedEngine, state: dict[str, Any], optimizer_states: bool) -> None:
-    """Remove the entries of :func:`client_state` from ``state``, and load them."""
+def loaded(attached: AttachedEngine, path: Any, found: tuple[Any, Any], optimizer_states: bool) -> tuple[Any, Any]:
+    """Return what DeepSpeed's ``load_checkpoint`` has ``found``, without our entries, which are loaded."""
+    _, state = found
+    if state is None:
+        _warn_of_nothing_loaded(attached, path)
+        return found
     cohorts = state.pop(_COHORTS, [])
     take_last(attached, state)
     if optimizer_states:
         attached.stepper.load(cohorts, attached.parts.names)
+    return found
 
 
 def take_last(attached: AttachedEngine, state: dict[str, Any]) -> None:
@@ -197,13 +202,13 @@ def take_last(attached: AttachedEngine, state: dict[str, Any]) -> None:
         attached.parts.window.last.load(last)
 
 
-def warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
+def _warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
     """Warn that ``load_checkpoint`` has found no checkpoint in the directory."""
     if attached.parts.engine.global_rank == 0:
         warnings.warn(
             f"load_checkpoint() loaded nothing and returned (None, None): there is no file 'latest' in {path}. Give"
             " the directory that save_checkpoint() was called with, or a tag=.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -21,7 +21,7 @@ from zerosync_strategy.core.failures.errors import HALF_READ, NOTHING_LOADED
 
 def save(
     attached: AttachedEngine, path: Any, tag: str, said: dict[str, Any], save_latest: bool, exclude_frozen: bool
-) -> None:
+) -> bool:
     """Save the engine, as ``save_checkpoint`` does, with what the program has ``said`` as client state. Collective.
 
     Every rank raises if one cannot write.
@@ -32,7 +32,8 @@ def save(
     with checkpointing(attached, part.what, stock=False), engine_save(part, verifiable=True), part.writing():
         part.content = Contents(attached).written(said | of_every_format(attached), exclude_frozen)
         if part.in_background:
-            part.content = attached.copies.of(part.content)
+            part.content = attached.parts.copies.of(part.content)
+    return True
 
 
 def load(

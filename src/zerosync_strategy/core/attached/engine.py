@@ -73,7 +73,6 @@ class AttachedEngine:
         masters: the master weights that this rank steps.
         stepper: makes the step of the torch optimizer.
         by_name: saves and loads the optimizer's states by name; ``None``: they are by element.
-        copies: of what is written in the background.
         guards: raise on illegal calls.
         meter: measures each step, and adjusts automatic budgets.
     """
@@ -105,7 +104,8 @@ class AttachedEngine:
         compilation.keep_out_of_graphs(window.added)
         edits, pending = MasterWeights(shards.streams), (engine, reducer, window, self.activity, traffic.apart)
         statistics = RunningStatistics(engine.module, group, traffic)
-        self.parts = parts = Parts(engine, config, names, reducer, window, edits, statistics, traffic, self.activity)
+        of_all = (edits, statistics, traffic, HostCopies(), self.activity)
+        self.parts = parts = Parts(engine, config, names, reducer, window, *of_all)
         of_module = None
         if isinstance(shards, PerParamShards):
             self.masters = masters = ShardMasters(
@@ -133,7 +133,6 @@ class AttachedEngine:
         printed = reports if dist.get_rank() == 0 else None
         self.meter = StepMeter(parts, of_module, budgets, printed, lambda: label_of(self, self.all))
         self.guards = Guards(parts)
-        self.copies = HostCopies()
         self._compiled: CompiledGradients | None = None  # set when DeepCompile compiles this engine
         self._undo = ExitStack()  # undoes :meth:`begin`, last things first
 

@@ -69,6 +69,7 @@ class StepMeter:
             peak_unreduced_bytes=reducer.local.peak_bytes,
             seconds=window.seconds,
             collectives=traffic.take(),
+            copied_bytes=self._parts.copies.nbytes,
             apart=traffic.take_apart(),
             budgets=None if self._budgets is None else self._budgets.choice,
             **(dict.fromkeys(_PEAKS, 0) if of_module is None else _peaks(of_module)),

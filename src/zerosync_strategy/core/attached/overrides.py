@@ -98,14 +98,12 @@ class EngineOverrides(ModeOverrides):
         if not save_dir:
             raise ValueError(f"save_checkpoint() takes the path of a directory, got {save_dir!r}.")
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # DeepSpeed's default
-        attached = self._zerosync_attached
+        attached, state = self._zerosync_attached, dict(client_state or {})
         if attached.parts.config.checkpoint_format == "distributed":
-            distributed.save(attached, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
-            return True
-        kwargs["exclude_frozen_parameters"] = exclude_frozen_parameters
+            return distributed.save(attached, save_dir, tag, state, save_latest, exclude_frozen_parameters)
         with checkpointing.saving(attached, save_dir, tag, save_latest) as names_latest:
-            state = {**(client_state or {}), **checkpointing.client_state(attached)}
-            return super().save_checkpoint(save_dir, tag, state, names_latest, **kwargs)
+            state |= checkpointing.client_state(attached)
+            return super().save_checkpoint(save_dir, tag, state, names_latest, exclude_frozen_parameters, **kwargs)
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -119,18 +117,12 @@ class EngineOverrides(ModeOverrides):
         attached = self._zerosync_attached
         tag, is_distributed = checkpointing.find(attached, load_dir, tag, states)
         if is_distributed:
-            return distributed.load(
-                attached, load_dir, tag, load_module_strict, states, load_lr_scheduler_states, load_module_only
-            )
+            return distributed.load(attached, load_dir, tag, load_module_strict, states, *options[2:])
         with checkpointing.loading(attached, load_dir, tag, states):
             loaded = super().load_checkpoint(load_dir, tag, *options, *args, **kwargs)
             if loaded[0] is not None:
                 checkpointing.restore_universal(attached, loaded[0], load_module_strict, load_optimizer_states)
-        if loaded[0] is None:
-            checkpointing.warn_of_nothing_loaded(attached, load_dir)
-        else:
-            checkpointing.take_client_state(attached, loaded[1], states)
-        return loaded
+        return checkpointing.loaded(attached, load_dir, loaded, states)
 
     def load_module_state_dict(
         self, checkpoint: dict[str, Any], strict: bool = True, *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.attached.statistics import RunningStatistics
+from zerosync_strategy.core.checkpoints.host_copies import HostCopies
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
@@ -30,6 +31,7 @@ class Parts:
         names: of the module's parameters.
         edits: finds what the program has written to parameters, for the master weights.
         statistics: of BatchNorm and the like, alike on all ranks after a step.
+        copies: of what checkpoints in the background have.
         activity: a context around what may communicate (W4).
     """
 
@@ -41,6 +43,7 @@ class Parts:
     edits: MasterWeights
     statistics: RunningStatistics
     traffic: EngineCounter
+    copies: HostCopies
     activity: Section
 
 

@@ -25,6 +25,8 @@ LATEST = "latest"
 """Name of the file that names the tag to load."""
 METADATA = ".metadata"
 """The file that a checkpoint in the format of ``torch.distributed.checkpoint`` has, once it is complete."""
+WRITING = ".writing"
+"""Suffix of the directory of a distributed checkpoint until it is complete."""
 SHARDS = "*optim_states.pt"
 """Files of a checkpoint with the optimizer's shards."""
 MODULES = "*mp_rank_*_model_states.pt"
@@ -166,6 +168,11 @@ def is_distributed(directory: Path) -> bool:
     return (directory / METADATA).is_file()
 
 
+def is_being_written(directory: Path) -> bool:
+    """Return whether the ``directory`` of a tag has not got its name yet, because a save runs or was interrupted."""
+    return directory.name.startswith(".") and directory.name.endswith(WRITING)
+
+
 def is_of_checkpoint(name: str) -> bool:
     """Return whether a file of this ``name`` is part of a checkpoint of either format."""
     return name == METADATA or bool(_NAME.fullmatch(name)) or name.endswith((".distcp", "_states.pt"))
@@ -251,7 +258,7 @@ def newest_whole(directory: Path, tag: str) -> Path | None:
 
 def _folders(directory: Path) -> Iterator[Path]:
     if directory.is_dir():
-        yield from (entry for entry in directory.iterdir() if entry.is_dir())
+        yield from (entry for entry in directory.iterdir() if entry.is_dir() and not is_being_written(entry))
 
 
 def read_tag(file: Path) -> str:

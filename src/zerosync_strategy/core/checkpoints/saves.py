@@ -22,6 +22,7 @@ from zerosync_strategy.core.checkpoints.background import background
 from zerosync_strategy.core.checkpoints.manifests import (
     LATEST,
     METADATA,
+    WRITING,
     DamageError,
     FileState,
     Manifest,
@@ -133,7 +134,7 @@ class DistributedSave(EngineSave):
     def __init__(self, directory: Path, tag: str, step: int, names_latest: bool, in_background: bool) -> None:
         super().__init__(directory, tag, step, checksums=True, names_latest=names_latest)
         self.in_background = in_background
-        self._working = self._folder.with_name(f".{self._folder.name}.writing")
+        self._working = self._folder.with_name(f".{self._folder.name}{WRITING}")
 
     def begin(self, save: str, verifiable: bool) -> None:
         manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time(), is_complete=True)

@@ -17,13 +17,17 @@ def check(directory: Path) -> list[Finding]:
     Raises:
         ValueError: ``directory`` has no checkpoint.
     """
-    patterns = ("zerosync_rank_*.json", manifests.MODULES)
+    patterns = ("zerosync_rank_*.json", manifests.MODULES, manifests.METADATA)
     folders = sorted({path.parent for pattern in patterns for path in directory.rglob(pattern)})
     if not folders:
-        raise ValueError(f"{directory} has no checkpoint of DeepSpeed's, of one tag or of several")
+        raise ValueError(f"{directory} has no checkpoint, of one tag or of several")
     whole: dict[Path, Manifest] = {}
     found: dict[Path, Finding | str] = {}  # text: the damage of a checkpoint
     for folder in folders:
+        if manifests.is_being_written(folder):
+            remedy = "Remove it if no run writes to it."
+            found[folder] = note(f"{folder}: not complete; a save was interrupted, or runs now", remedy)
+            continue
         try:
             found[folder] = _verify(folder, whole)
         except (DamageError, OSError) as problem:
@@ -41,7 +45,8 @@ def _verify(folder: Path, whole: dict[Path, Manifest]) -> Finding:
     manifest = manifests.check_whole(folder, contents=True)
     if manifest is not None:
         whole[folder] = manifest
-        size = sum(path.stat().st_size for path in folder.glob("*.pt")) / 1e6
+        files = [path for path in folder.iterdir() if path.suffix in (".pt", ".distcp")]
+        size = sum(path.stat().st_size for path in files) / 1e6
         return ok(
             f"{folder}: whole; step {manifest.step}, {manifest.ranks} ranks, {size:,.1f} MB, save {manifest.save}"
         )
