@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples import elastic
 from tests.faults.jobs import FAULT_AT, JOBS, plain
 from tests.faults.soak import error_of, soak
 from tests.faults.trials import DAMAGES, FAULTS, Trial, try_damaged, try_fault
-from tests.harness.oracle import distance
+from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import DIED, run_ranks
 
 ERRORS = {"exception": "Injected", "SIGKILL": DIED, "SIGTERM": DIED, "out of memory": "OutOfMemoryError"}
@@ -98,6 +101,48 @@ def test_torchrun_restarts_a_job_that_lost_a_rank(stage: int, tmp_path: Path) ->
     (undisturbed, _) = run_ranks(plain, stage, tmp_path / "run")
     # To the bit: both make the same operations, from the same bits on the same layout.
     assert distance(parameters, undisturbed) == 0.0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("where", ["step", pytest.param("write", marks=pytest.mark.extended)])
+def test_the_ranks_that_are_left_go_on(where: str, tmp_path: Path) -> None:
+    """Three agents with a rank each; one is killed. The two others load what was last complete, on two ranks."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    conf = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    torchrun = [
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=5",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "--rdzv-id=fewer",
+            f"--rdzv-conf={conf},is_host={agent == 0}", "--monitor-interval=0.5",
+            "-m", "tests.faults.fewer", where, str(tmp_path), str(agent),
+        ]
+        for agent in range(3)
+    ]  # fmt: skip
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path]), "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # fmt: skip
+    agents = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in torchrun]
+    said = [agent.communicate(timeout=240)[1][-3000:] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0, -signal.SIGKILL], said
+    log = [tuple(map(int, line.split())) for line in (tmp_path / "agent0").read_text().splitlines()]
+    fewer = [step for step, ranks in log if ranks == 2]
+    assert [step for step, ranks in log if ranks == 3][:10] == [*range(10)] and fewer == [*range(10, 20)], log
+    net = elastic.network()
+    optimizer = elastic.optimizer_of(net)
+    for oracle, steps in ((Oracle(net, optimizer, 3), range(10)), (Oracle(net, optimizer, 2), range(10, 20))):
+        for step in steps:
+            ranks = len(oracle.ranks)
+            for first in range(0, elastic.PIECES, ranks):
+                oracle.backward(
+                    lambda rank, step=step, first=first, ranks=ranks: (
+                        elastic.loss_of(net, step, first + rank) * ranks / elastic.PIECES
+                    )
+                )
+            oracle.step()
+    assert distance(torch.load(tmp_path / "parameters.pt"), full_parameters(net)) == 0.0
 
 
 def _soak(stage: int, steps: int, directory: Path) -> None:

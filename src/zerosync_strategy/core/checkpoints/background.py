@@ -34,6 +34,8 @@ from zerosync_strategy.core.failures.words import ranks_text
 _PREFIX = "zerosync/checkpoint"
 _PAUSE_SECONDS = 0.5
 """The longest time between two looks at the store."""
+_STOPPED_SECONDS = 3.0
+"""How long ranks wait for one that writes nothing, if this one has stopped: other ranks may have ended."""
 _FAREWELL_SECONDS = 10.0
 """How long the first rank, which may host the store, waits for others to read how the save ended."""
 
@@ -165,7 +167,7 @@ class Background:
             job.abandon()
         store.set("end", text)
         end = time.monotonic() + _FAREWELL_SECONDS
-        while store.add("read", 0) < self._ranks - 1 and time.monotonic() < end:
+        while store.add("read", 0) < self._ranks - 1 and time.monotonic() < end and not rank_status().has_stopped:
             time.sleep(0.01)
         return text
 
@@ -176,11 +178,12 @@ class Background:
         while not store.check([key]):
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_SECONDS)
-            if time.monotonic() - looked < self._patience:
+            patience = min(self._patience, _STOPPED_SECONDS if rank_status().has_stopped else self._patience)
+            if time.monotonic() - looked < patience:
                 continue
             now = {rank: job.written_by(rank) for rank in whom()}
             if now and now == written:
-                return f"{ranks_text(list(now))}: nothing was written for {self._patience:.0f} s"
+                return f"{ranks_text(list(now))}: nothing was written for {patience:.0f} s"
             looked, written = time.monotonic(), now
         return ""
 

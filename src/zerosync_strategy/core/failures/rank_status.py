@@ -111,6 +111,11 @@ class RankStatus:
         else:
             self._stop(replace(state, phase=Phase.FAILED, failure=why, seconds=-1, waits_for=""))
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the last activity of this rank has failed, or has lost the other ranks."""
+        return self._stopped is not None
+
     def _stop(self, state: RankState | None) -> None:
         """Report the ``state`` in which this rank has stopped; ``None``: it continues."""
         self._stopped = state
