@@ -1,4 +1,4 @@
-"""Saves that a thread writes: what is there is complete, and a failure is an error of all in the same step (K4)."""
+"""Saves that a thread writes: what is there is complete, and a failure is an error of all in the same step (K3)."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Saving and loading distributed checkpoints of an attached engine, at once or in the background (K4)."""
+"""Saving and loading distributed checkpoints of an attached engine, at once or in the background (K3)."""
 
 from __future__ import annotations
 
