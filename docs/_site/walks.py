@@ -74,7 +74,7 @@ UNIT = (
     Station("params/unit_hooks.py", "UnitHooks._backward_comes", "the backward comes: it is gathered again",
             "backward"),
     Station("params/unit_hooks.py", "UnitHooks._leave", "the backward has left it: it is resharded", "backward"),
-    Station("attached/sharded.py", "ShardedParameters.before_reduction", "ranks compare what they gathered (W4)",
+    Station("attached/sharded.py", "ShardedParameters.pass_issued", "ranks compare what they gathered (W4)",
             "the step"),
     Station("attached/sharded.py", "ShardedParameters.release", "what was held is resharded", "the step"),
     Station("params/of_module.py", "ModuleParameters.written", "the shards are stepped, copies are old", "the step"),

@@ -60,7 +60,7 @@ def test_who_waits_is_told_who_does_not_come(stage: int, place: str, waits: str,
         zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0} if stage == 3 else {}
         weights = [param for param in net.parameters() if param.requires_grad_(param.dim() == 2).requires_grad]
         engine = make_engine(net, optimizer(weights, lr=0.1), stage, zero)
-        attach(engine)
+        attach(engine, overlap_last=place != "step")
         for step in range(3):
             x = torch.ones(2, WIDTH, requires_grad=True)
             hidden = engine(x)

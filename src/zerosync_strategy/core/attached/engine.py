@@ -252,12 +252,10 @@ class AttachedEngine:
         with self.activity(Doing.STEP), weights.as_they_are():
             if window.state is not WindowState.CLOSED:
                 self.guards.check_every_gradient()
-            with self.activity(Doing.REDUCTION):
-                parameters.before_reduction()
-                with window.closing():
-                    self.guards.window_closed()
-                    self.meter.step_begins()
-                    parameters.before_update()
+            with self.activity(Doing.REDUCTION), window.closing(parameters.pass_issued):
+                self.guards.window_closed()
+                self.meter.step_begins()
+                parameters.before_update()
             try:
                 with phase("step"), parameters.updating(), self.stepper.stepping():
                     yield

@@ -124,8 +124,8 @@ class Parameters(ABC):
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
-    def before_reduction(self) -> None:
-        """Called when a step has begun, before gradients are reduced."""
+    def pass_issued(self) -> None:
+        """Called in a step, when all gradients are being reduced, before the norm."""
 
     @abstractmethod
     def before_update(self) -> None:

@@ -172,7 +172,7 @@ class ShardedParameters(Parameters):
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
-    def before_reduction(self) -> None:
+    def pass_issued(self) -> None:
         self.scheduler.before_step()
 
     def before_update(self) -> None:

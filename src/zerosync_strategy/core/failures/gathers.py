@@ -1,7 +1,7 @@
 """ZeRO-3: what a rank gathers, in words, and the log and digest that find ranks that gather differently (W4).
 
 Where gathers can have a tag, the digest is the tag, so gathers that differ do not match. Elsewhere the ranks of a group
-compare digests before each optimizer step, by one message of 16 bytes.
+compare digests in each optimizer step, by one message of 16 bytes.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ if any rank has more     --                           then all: a second pass, a
 =======================  ===========================  ===========================================================
 
 So every rank issues the pass, the norm, and where one had more, the pass and the norm again: the same order, whatever
-each has made. What ranks say takes five numbers beside the sum of squares in the norm's all-reduce: one, n, its
-square, whether gradients are left, and whether a reduced pass was dropped. All made as many if the sum of the squares
-times the number of ranks is the square of the sum. At most one pass of a window is under a backward, also if
-``zero_grad()`` or an exception drops it.
+each has made, as a step sends nothing before the pass. What ranks say takes five numbers beside the sum of squares in
+the norm's all-reduce: one, n, its square, whether gradients are left, and whether a reduced pass was dropped. All made
+as many if the sum of the squares times the number of ranks is the square of the sum. At most one pass of a window is
+under a backward, also if ``zero_grad()`` or an exception drops it.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class Window:
         self._begin_reduction()
         self._end_reduction()
 
-    def _begin_reduction(self) -> None:
+    def _begin_reduction(self, passed: Callable[[], None] = lambda: None) -> None:
         """Issue the pass, if no backward has begun it, and what ranks say to each other, without waiting for it."""
         self._reset_graphs()
         self.changes.check()
@@ -267,7 +267,10 @@ class Window:
                     self._reduce(every=self.last.overlaps)  # also if zero_grad() has left this rank nothing
                 elif not self._reducer.agrees(self.last):
                     self._reduce()
+                passed()
                 self._reducer.settle(self.last)
+        else:
+            passed()
 
     def _end_reduction(self) -> None:
         if self._state is not WindowState.OPEN:
@@ -298,15 +301,19 @@ class Window:
         self.seconds += time.perf_counter() - began
 
     @contextmanager
-    def closing(self) -> Iterator[None]:
-        """Reduce what is still local, and close the window at the end. Around what comes before DeepSpeed's step."""
+    def closing(self, passed: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Reduce what is still local, and close the window at the end. Around what comes before DeepSpeed's step.
+
+        ``passed`` is called when the pass is issued: some ranks have begun it in a backward, so what is sent earlier in
+        a step would come before it on some ranks and after it on others (W8).
+        """
         if self._state is WindowState.CLOSED:
             why = f" The last window was dropped: {self._aborted}." if self._aborted else ""
             raise RuntimeError(
                 f"step() was called, but no backward ran since the last optimizer step.{why} Call backward() on a loss"
                 " that depends on the parameters first, on every rank."
             )
-        self._begin_reduction()
+        self._begin_reduction(passed)
         try:
             yield
         finally:  # other ranks go on to the end of the reduction
