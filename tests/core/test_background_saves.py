@@ -36,6 +36,16 @@ def writing(instead: Callable[..., Any], ranks: tuple[int, ...] = (0, 1)) -> Ite
         yield
 
 
+@contextmanager
+def late(number: int) -> Iterator[None]:
+    """While active, the other ranks look how a save has ended before rank ``number`` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        look = background.Background.step_begins
+        if rank() == number:
+            patch.setattr(background.Background, "step_begins", lambda self: time.sleep(0.02) or look(self))
+        yield
+
+
 def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         time.sleep(0.01)
@@ -87,7 +97,7 @@ def test_a_rank_that_cannot_write_is_an_error_of_all(in_background: bool, tmp_pa
         background.background().wait()
         if rank() == 0:
             (tmp_path / "two" / "notes.txt").write_text("of the program")
-        with writing(full, ranks=(1,)), pytest.raises(CheckpointError) as error:
+        with writing(full, ranks=(1,)), late(0), pytest.raises(CheckpointError) as error:
             engine.save_checkpoint(tmp_path, tag="two")
             for k in range(2, 10_000):
                 train(engine, range(k, k + 1))

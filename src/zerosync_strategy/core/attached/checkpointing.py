@@ -12,7 +12,7 @@ import torch
 
 from zerosync_strategy.core.attached.by_name import refuse_states_by_name
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.checkpoints.background import background
+from zerosync_strategy.core.checkpoints.background import wait_for_save
 from zerosync_strategy.core.checkpoints.loads import Source, verify
 from zerosync_strategy.core.checkpoints.manifests import LATEST, is_distributed
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
@@ -37,7 +37,7 @@ _LAST = "zerosync_last_backward"  # the state of LastBackward
 
 def before_save(attached: AttachedEngine) -> None:
     """Called before any format is written. Collective."""
-    background().wait()
+    wait_for_save()
     if attached.parts.engine.global_rank == 0:
         attached.parts.window.warn_if_open("save_checkpoint() was called")
     attached.guard_states()
@@ -74,7 +74,7 @@ def of_every_format(attached: AttachedEngine) -> dict[str, Any]:
 
 def find(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> tuple[str | None, bool]:
     """Return the verified tag that ``load_checkpoint`` loads, and whether it is a distributed one. Collective."""
-    background().wait()
+    wait_for_save()
     if checkpoint_files.loads_universal(attached.parts.engine) and not (tag and is_distributed(Path(path) / str(tag))):
         _check_universal(attached)
     source = source_of(attached, path, tag, optimizer_states)

@@ -22,7 +22,7 @@ from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weight
 from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.checkpoints.background import background, wait_for_save
+from zerosync_strategy.core.checkpoints.background import step_begins, wait_for_save
 from zerosync_strategy.core.checkpoints.host_copies import HostCopies
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
@@ -186,7 +186,7 @@ class AttachedEngine:
                 "detach() found an engine that DeepCompile has compiled; its graphs give their gradients to ZeroSync."
                 " Leave it attached, or build the engine anew."
             )
-        background().wait()
+        wait_for_save()
         self.weights.in_stock_layout()
         self._undo.close()
         self.parameters.detached(destroyed=False)
@@ -247,7 +247,7 @@ class AttachedEngine:
     def step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
         parameters, weights, window = self.parameters, self.weights, self.parts.window
-        background().step_begins()
+        step_begins()
         self.guard_states()
         with self.activity(Doing.STEP), weights.as_they_are():
             if window.state is not WindowState.CLOSED:

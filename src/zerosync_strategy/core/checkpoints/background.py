@@ -80,7 +80,7 @@ class Background:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._rank, self._ranks, self._patience = rank, world_size, timeout_of(None).total_seconds() / 2
         self._hosted = store  # it may be hosted here: kept until the end
-        self._store = store.clone()
+        self._store = store.clone()  # a connection is blocked while a thread waits on it
         self._thread = ThreadPoolExecutor(1, "zerosync-checkpoint")
         self._number = 0
         self._pending: _Pending | None = None
@@ -199,6 +199,12 @@ def background() -> Background:
         made = Background(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         _current = weakref.ref(group), made
     return _current[1]
+
+
+def step_begins() -> None:
+    """Raise a ``CheckpointError``, on all ranks in the same step, if a save in the background has failed."""
+    if _current is not None:
+        _current[1].step_begins()
 
 
 def after_save(then: Callable[[], None]) -> None:
