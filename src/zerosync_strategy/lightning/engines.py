@@ -134,16 +134,13 @@ class EvaluationOverrides(frontend.ModeOverrides):
 
     def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
         if not frontend.is_distributed(Path(load_dir) / TAG):
-            return self.load_deepspeed(load_dir, *args, load_module_strict=load_module_strict, **kwargs)
+            return super().load_checkpoint(load_dir, *args, load_module_strict=load_module_strict, **kwargs)
         state, client_state = frontend.weights_and_client_state(Path(load_dir) / TAG)
         for index in range(1, count_saved(load_dir)):
             state |= frontend.weights_and_client_state(directory(load_dir, index) / TAG)[0]
         engine: Any = self
         frontend.load_full(engine.module, state, load_module_strict, isinstance(self, frontend.FrozenStay))
         return load_dir, client_state
-
-    def load_deepspeed(self, *args: Any, **kwargs: Any) -> Any:
-        return super().load_checkpoint(*args, **kwargs)
 
 
 class ShardedEvaluationOverrides(EvaluationOverrides):
@@ -152,9 +149,11 @@ class ShardedEvaluationOverrides(EvaluationOverrides):
     DeepSpeed would load only those of the first optimizer, from its optimizer states, which hold them under ZeRO-3.
     """
 
-    def load_deepspeed(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
+    def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+        if frontend.is_distributed(Path(load_dir) / TAG):
+            return super().load_checkpoint(load_dir, *args, load_module_strict=load_module_strict, **kwargs)
         others: dict[str, torch.Tensor] = {}
         for index in range(1, count_saved(load_dir)):
             others |= get_fp32_state_dict_from_zero_checkpoint(directory(load_dir, index), TAG)
@@ -163,7 +162,7 @@ class ShardedEvaluationOverrides(EvaluationOverrides):
             dst.load_state_dict({**src, **others}, strict=load_module_strict)
 
         with frontend.loading_without_optimizer(self):
-            return super().load_deepspeed(load_dir, *args, custom_load_fn=load, **kwargs)
+            return super().load_checkpoint(load_dir, *args, custom_load_fn=load, **kwargs)
 
 
 def verified_together(
