@@ -38,8 +38,8 @@ INTERNALS = (
     NO_OPTIMIZER,
     *rows("evaluation", _STRATEGY, "_initialize_deepspeed_inference(model)"),
     *rows("checkpoints", _STRATEGY, """
-        save_checkpoint(checkpoint, filepath, storage_options) load_checkpoint(checkpoint_path) remove_checkpoint(filepath)
-        load_model_state_dict(checkpoint, strict)
+        save_checkpoint(checkpoint, filepath, storage_options) load_checkpoint(checkpoint_path)
+        remove_checkpoint(filepath) load_model_state_dict(checkpoint, strict)
     """),
     *rows("end of training", _STRATEGY, "on_train_end() on_exception(exception) teardown()"),
     # ---- precision ----
