@@ -101,15 +101,26 @@ def any_released(params: Iterable[Any]) -> bool:
 
 
 def released(params: Iterable[Any]) -> list[Any]:
-    return [param for param in params if param.ds_status._name_ == "NOT_AVAILABLE"]
+    found: list[Any] = []
+    for param in params:  # no calls
+        if param.ds_status._name_ == "NOT_AVAILABLE":
+            found += (param,)
+    return found
 
 
 def gathered(records: Iterable[Any]) -> list[Any]:
-    return [record for record in records if record.param.ds_status._name_ == "AVAILABLE"]
+    found: list[Any] = []
+    for record in records:  # no calls
+        if record.param.ds_status._name_ == "AVAILABLE":
+            found += (record,)
+    return found
 
 
 def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
-    return tuple([param.ds_id for param in params])
+    ids: list[int] = []
+    for param in params:  # no calls
+        ids += (param.ds_id,)
+    return tuple(ids)
 
 
 @contextmanager

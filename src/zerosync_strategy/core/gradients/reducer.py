@@ -134,7 +134,7 @@ class Reducer:
             return
         for bucket in self._to_stream:
             # 0: reduced at the end, as no module has used it, or the backward was noticed too late.
-            bucket.first_use = 0 if midway else min(first_uses.get(id(param), 0) for param in bucket.params)
+            bucket.first_use = 0 if midway else min([first_uses.get(each, 0) for each in bucket.ids])
         self._to_stream = deque(sorted(self._to_stream, key=lambda bucket: -bucket.first_use))
 
     def gradient_ready(self, gradient: LocalGradient) -> bool:

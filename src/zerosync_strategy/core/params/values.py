@@ -147,7 +147,7 @@ class ParameterValues:
                     f" 'eager_frames': false does not let it be. {REMEDY}"
                 )
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
-                stays = zero3.is_gathered(param) and not record.is_in_own_memory  # that memory may be freed
+                stays = zero3.is_gathered(param) and not record.is_in_storage  # its bytes may be freed
                 full = param.data if stays else self.scheduler.unshard(param)
             found = reads[param] = Memory(self, param, full.data)  # no view: a program may write what has gradients
             while sum(map(zero3.full_numel, reads)) > self.scheduler.prefetched_numel:
