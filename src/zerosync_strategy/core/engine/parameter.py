@@ -64,6 +64,7 @@ class Record:
         storage: of its values; ``None`` before the first gather. ``rows``: its part of it, flat, with padding.
         full: that part without padding, in the shape of the parameter.
         is_in_storage: the parameter is unsharded there, or about to be, and no context has put it elsewhere.
+        persistent: DeepSpeed keeps it gathered. ``in_shards``: its shards have what was written to its values.
         nbytes: of the values; 0 if persistent. ``counted``: the bytes that are counted as unsharded.
         values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the classes of the parameter; equal without ``values``.
@@ -85,8 +86,9 @@ class Record:
         self.rows: Any = None
         self.full: Any = None
         self.counted = 0
-        self.is_in_storage = False
-        self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
+        self.is_in_storage = self.in_shards = False
+        self.persistent = bool(param.ds_persist)
+        self.nbytes = 0 if self.persistent else zero3.full_bytes(param)
         self.none = param.data.new_empty(0)
         self._gone: tuple[int, int] | None = None  # version and writes when the values were freed
         self.values: Any = None
@@ -252,7 +254,9 @@ def reshard(records: Collection[Record], returns: bool) -> None:
         param, bits = record.param, record.bits
         if bits & MODULE:
             raise record._illegal(Event.RESHARD, "A module uses it: reshard it when that has ended.")
-        if record.watched or record.version != param._version or param.ds_persist or bits & _HELD:
+        if record.in_shards:
+            record.version = param._version
+        elif record.watched or record.version != param._version or param.ds_persist or bits & _HELD:
             record.carry_changes()
     _enter(records, Event.RESHARD)
     free(records, returns)
@@ -270,6 +274,21 @@ def settle(records: Iterable[Record]) -> None:
         # The stream that entered a context has waited; ordering other streams is up to the program.
         is_complete = gather is None or gather.event is None or record.bits & _CONTEXT or gather.is_complete
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
+
+
+def claim(records: Collection[Record], claim: Claim) -> None:
+    """Keep the values of ``records``, unsharded or in flight."""
+    _enter(records, Event.CLAIM)
+    for record in records:
+        record.bits |= claim.bit
+    settle(records)
+
+
+def drop(records: Collection[Record], claims: int) -> None:
+    """End ``claims``, as bits."""
+    for record in records:
+        record.bits &= ~claims
+    settle(records)
 
 
 def unclaimed(records: Iterable[Record]) -> list[Record]:

@@ -61,9 +61,7 @@ class UnitStorage:
 
     def empty(self, returns: bool) -> None:
         """Free its bytes: the values ``returns`` to it. Otherwise other references to it keep the old values."""
-        if (
-            self._on_host and self._memory.is_shared()
-        ):  # a program has given it to other processes: it cannot be resized
+        if self._on_host and self._memory.is_shared():  # with other processes, by the program: it keeps its bytes
             if not returns:
                 self.leave()
         elif returns or self._count_references() == self._references:

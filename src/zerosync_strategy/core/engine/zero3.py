@@ -182,13 +182,17 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
     By default, ``full`` is the gathered values. Return ``None`` if the shard is all padding or not in memory.
     """
-    size = shard_numel(param)
+    size, shard = param.ds_tensor.ds_numel, param.ds_tensor.data  # few calls, here, too
     start = param.ds_process_group.rank() * size
-    numel = min(size, full_numel(param) - start)
-    if numel <= 0 or param.ds_tensor.numel() == 0:
+    numel = param.ds_numel - start
+    if numel < size:
+        shard = shard[: max(numel, 0)]
+    else:
+        numel = size
+    if shard.numel() == 0:
         return None
     values = param.data if full is None else full
-    return param.ds_tensor.data.narrow(0, 0, numel), values.reshape(-1).narrow(0, start, numel)
+    return shard, values.reshape(-1).narrow(0, start, numel)
 
 
 def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:

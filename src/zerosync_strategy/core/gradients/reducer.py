@@ -143,14 +143,15 @@ class Reducer:
         if gradient is self._late:
             return False
         bucket = gradient.bucket
-        bucket.collect(gradient)
+        if gradient.place is None or gradient.param.grad is not gradient.place:
+            bucket.collect(gradient)
         bucket.needs_reduce = True  # also if this backward has reduced the bucket and accumulates into it again
         if not self._to_stream:
             return False
         self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
         if self._reduces_by_module:
             return False
-        bucket.pending.discard(gradient)
+        bucket.pending -= {gradient}
         return not self._to_stream[0].pending
 
     def reduce_complete(self) -> None:

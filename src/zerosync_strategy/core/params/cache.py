@@ -82,7 +82,7 @@ class ParameterCache:
     def end_window(self, params: Iterable[Any]) -> None:
         """Start a new window: a step has resharded ``params``, except those that it does not change."""
         records = [param._zerosync_record for param in params]
-        self.plan.drop(record for record in records if not record.bits & STEPS)
+        self.plan.drop([record for record in records if not record.bits & STEPS])
         for run in self._runs:
             run.issued = False
         for unit in self._units:
@@ -207,9 +207,9 @@ class ParameterCache:
     @internal
     def _issue(self, run: HeldRun) -> list[ParameterGather]:
         run.issued = True
-        missing = list(filter(zero3.is_released, run.params))
+        missing = zero3.released(run.params)
         gathers = self._scheduler.issue(missing) if missing else []
-        self.plan.claim(param._zerosync_record for param in missing)
+        self.plan.claim([param._zerosync_record for param in missing])
         return gathers
 
     # ---- around forwards, backwards and steps ----------------------------------------------------------------------
@@ -289,4 +289,4 @@ class ParameterCache:
 
 
 def _stays(record: Record) -> bool:
-    return record.hold or zero3.is_persistent(record.param)
+    return record.hold or record.persistent

@@ -60,10 +60,14 @@ class ParameterValues:
     def begin_step(self, params: Iterable[Any]) -> None:
         """Until :meth:`written`, the shards of ``params`` already contain what was written to their gathered values."""
         self._in_shards = frozenset(map(record_of, params))
+        for record in self._in_shards:
+            record.in_shards = True
 
     def written(self, by_step: bool) -> None:
         self._steps += by_step
         self._hooks.saved_tensors.stepped(self._steps)
+        for record in self._in_shards:
+            record.in_shards = False
         self._in_shards = frozenset()
         if by_step and self._steps == WATCHED_STEPS:
             self._ask_device()
@@ -82,7 +86,7 @@ class ParameterValues:
 
     def resharding(self, record: Record) -> None:
         """Carry writes to the gathered values over to the shards, unless the shards are newer."""
-        if record in self._in_shards:
+        if record.in_shards:
             record.forget_changes()
         elif record.stays:
             record.forget_changes()
