@@ -76,12 +76,15 @@ class UnitStorage:
             record.storage = record.rows = record.full = None
 
 
-def memory_of(records: Sequence[Record], stream: Any) -> list[Any]:
-    """Return the memory of the values, flat and padded, for a gather to fill. It belongs to the current ``stream``."""
+def memory_of(records: Sequence[Record], stream: Any, gathered: Sequence[Record] = ()) -> list[Any]:
+    """Return the memory of the values, flat and padded, for a gather to fill. It belongs to the current ``stream``.
+
+    ``gathered``: all that the gather gathers, if there is more.
+    """
     storage = None
     for record in records:
         if record.storage is None:
-            _divide([record for record in records if record.storage is None])
+            _divide([each for each in gathered or records if each.storage is None])
         if record.storage is not storage:
             storage = record.storage
             if not storage.inside:

@@ -170,14 +170,16 @@ class Issuing:
             yield tag
         self.issued(group, activity, noted)
 
-    def memory_of(self, group: GatherGroup, records: Sequence[Record]) -> list[torch.Tensor]:
+    def memory_of(
+        self, group: GatherGroup, records: Sequence[Record], gathered: Sequence[Record] = ()
+    ) -> list[torch.Tensor]:
         """Return the memory of the values of ``records``, of the current stream, for a gather of ``group`` to fill.
 
         Earlier work of the stream may still use it (L2).
         """
         if not records:
             return []
-        rows = memory_of(records, self.streams.caller)
+        rows = memory_of(records, self.streams.caller, gathered)
         if group.stream is not None:
             self.streams.gathers_wait_for_caller(group.stream)
         return rows

@@ -161,7 +161,7 @@ class AllShards(Source):
         all_gather = self._opened(part)
         for message, activity in messages:
             records = message.records
-            rows = issuing.memory_of(group, records[: message.placed]) if message.placed else []
+            rows = issuing.memory_of(group, records[: message.placed], records) if message.placed else []
             if group.stream is None:
                 arrival = message.send(all_gather, rows)
             else:
