@@ -3,10 +3,11 @@
     python benchmarks/host_work.py --output benchmarks/results/<date>-host-work
 
 Host work depends on how many modules, parameters and buckets there are, not on how large they are. So the model is
-Llama-2-7B's in everything but its widths, its buckets shrunk with them, and this process is rank 0 of 64 on torch's
-fake process group. Counted are Python calls, operators (each that is no view launches a kernel) and collectives. The
-host's time is the CPU's time of the thread that trains, the least of several steps: on a GPU a launch takes the place
-of an operator's arithmetic, which is tiny here. A GPU is taken to do 0.4 of its peak.
+Llama-2-7B's in everything but its widths, which divide among the ranks into whole 16 bytes as Llama's do, its buckets
+shrunk with them, and this process is rank 0 of 64 on torch's fake process group. Counted are Python calls, operators
+(each that is no view launches a kernel) and collectives. The host's time is the CPU's time of the thread that trains,
+the least of several steps: on a GPU a launch takes the place of an operator's arithmetic, which is tiny here. A GPU is
+taken to do 0.4 of its peak.
 
 Memory is the most that tensors have at once in a step, optimizer states and all, as multiples of the bytes of the
 parameters of one transformer block in bf16.
@@ -32,6 +33,17 @@ SYSTEMS = ("torch", "fsdp2", "stock-2", "zerosync-2", "stock-3", "zerosync-3", "
 PARAMETERS = 6_738_415_616  # of Llama-2-7B
 PEAK, UTILIZATION, LINK = 989e12, 0.4, 50e9  # of an H100 or H200 in bf16, FLOP/s; 400 Gbit/s for each GPU, bytes/s
 REPEATS = 5
+AREAS = {
+    "hooks of units, and their order": "params/unit params/cache params/held engine/module_hooks engine/saved_tensors",
+    "gathers": "params/issuing params/sources params/scheduler params/gather_groups params/copies engine/gathering"
+    " engine/storage comm/collectives comm/traffic comm/streams failures/",
+    "states of parameters": "engine/parameter engine/zero3.py engine/param_functions engine/torch_internals",
+    "reads of parameters": "params/",
+    "gradients, reductions, communication": "gradients/ comm/",
+    "steps, windows and reports": "zerosync_strategy/",
+    "DeepSpeed": "/deepspeed/",
+    "torch, transformers and Python": "",
+}  # by words in paths: the first that fits
 
 
 def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
@@ -47,7 +59,7 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=32, num_attention_heads=4,
+            vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=32, num_attention_heads=4,
             num_key_value_heads=4, max_position_embeddings=32, use_cache=False,
         )
     ).bfloat16()  # fmt: skip
@@ -81,7 +93,7 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
             "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7,
             "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "sub_group_size": 1e9,
         }  # fmt: skip
-        zero = {name: max(1, int(size * shrunk)) for name, size in sizes.items()}
+        zero = {name: max(2, 2 * int(size * shrunk / 2)) for name, size in sizes.items()}  # even, as ZeRO-2 wants
         zero |= {"stage": int(option[0]), "overlap_comm": True, "stage3_param_persistence_threshold": 1000}
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, dist_init_required=False,
@@ -133,7 +145,23 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
         "tensors": len(parameters), "microseconds": 1e6 * min(times), "operators": operators.count,
         "collectives": {name: traffic.calls for name, traffic in collectives.items()} or operators.collectives,
         "blocks": living.most / block, "python_calls": pstats.Stats(profile).total_calls,  # type: ignore[attr-defined]
+        "where": where(pstats.Stats(profile)),
     }  # fmt: skip
+
+
+def where(stats: pstats.Stats) -> dict[str, int]:
+    """Calls by area; those of functions that are built in count where they are called."""
+    found = dict.fromkeys(AREAS, 0)
+    for (path, *_), (_, calls, _, _, callers) in stats.stats.items():  # type: ignore[attr-defined]
+        if path != "~":
+            found[_area(path)] += calls
+        for (of_caller, *_), (called, *_) in callers.items() if path == "~" else ():
+            found[_area(of_caller)] += called
+    return found
+
+
+def _area(path: str) -> str:
+    return next(area for area, words in AREAS.items() if not words or any(word in path for word in words.split()))
 
 
 def tokens_per_micro_batch(microseconds: float, backwards: int) -> float:
@@ -192,6 +220,16 @@ def row(run: dict[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def table_of_areas(runs: list[dict[str, Any]]) -> list[str]:
+    """Where the calls go with the most micro-batches, by system."""
+    most = [run for run in runs if run["backwards"] == max(run["backwards"] for run in runs)]
+    lines = [
+        f"| Python calls, {most[0]['backwards']} micro-batches | {' | '.join(run['system'] for run in most)} |",
+        f"|---|{'---:|' * len(most)}",
+    ]
+    return lines + [f"| {area} | {' | '.join(format(run['where'][area], ',') for run in most)} |" for area in AREAS]
+
+
 def write(runs: list[dict[str, Any]], path: Path) -> None:
     """The runs, and what they were measured with."""
     import deepspeed
@@ -213,6 +251,11 @@ def write(runs: list[dict[str, Any]], path: Path) -> None:
         "",
         HEAD,
         *map(row, runs),
+        "",
+        *table_of_areas(runs),
+        "",
+        "The fake group copies what is gathered once for each rank, tensor by tensor: that is in the host's time of"
+        " stage 3 (some 450 copies for a gather of seven parameters), and not on a GPU.",
         "",
         f"A GPU of {PEAK / 1e12:.0f} TFLOP/s in bf16 (H100, H200) is taken to do {UTILIZATION} of that, 6 FLOP per"
         f" parameter and token; a link {LINK / 1e9:.0f} GB/s per GPU (400 Gbit/s), stock stage 3 without reuse of what"

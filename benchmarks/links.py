@@ -20,6 +20,7 @@ COLLECTIVES = (
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_single",
     "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "isend", "irecv",
 )  # fmt: skip
+METHODS = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")  # of process groups: torch 2.13's, older
 CYCLES = 20_000_000  # of a calibration
 
 
@@ -47,11 +48,24 @@ def collectives(instead: Callable[..., Any]) -> Iterator[None]:
 
     for owner, name, function in stock:
         setattr(owner, name, replacement(function))
+    for name in METHODS:
+        if (method := getattr(dist.ProcessGroup, name, None)) is not None:
+            stock.append((dist.ProcessGroup, name, method))
+            setattr(dist.ProcessGroup, name, replacement(_of_group(method)))
     try:
         yield
     finally:
         for owner, name, function in stock:
             setattr(owner, name, function)
+
+
+def _of_group(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of process groups, which is built in, with names for what it is given."""
+
+    def all_gather_coalesced(group: Any, outputs: Any, inputs: Any, async_op: bool = True) -> Any:
+        return method(group, outputs, inputs)
+
+    return all_gather_coalesced
 
 
 class Delay:
@@ -112,19 +126,21 @@ class Links:
         self._hertz = CYCLES / (began.elapsed_time(ended) / 1000)
 
     def __call__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         tensors = [given[name] for name in ("output_tensor", "output", "tensor") if name in given][:1]
         tensors += [given[name] for name in ("input_tensor", "input") if name in given]
-        if not tensors or not all(tensor.is_cuda for tensor in tensors):
+        outputs, sources = given.get("outputs", tensors[:1]), given.get("inputs", tensors[-1:])
+        if not outputs or not all(tensor.is_cuda for tensor in (*outputs, *sources)):
             return function(*args, **kwargs)
-        output, source = tensors[0], tensors[-1]
         if self._rate is None:
-            work = Delay([output], None)
+            work = Delay(outputs, None)
             return work if given.get("async_op") else None
         group, name = given.get("group"), inspect.unwrap(function).__name__
         world = dist.get_world_size(group)
-        nbytes = int(max(output.nbytes, source.nbytes) * (2 if name == "all_reduce" else 1) * (world - 1) / world)
-        seconds = nbytes / self._rate + self._latency
+        nbytes = sum(max(output.nbytes, source.nbytes) for output, source in zip(outputs, sources, strict=True))
+        seconds = int(nbytes * (2 if name == "all_reduce" else 1) * (world - 1) / world) / self._rate + self._latency
         self.seconds += seconds
         stream = self._streams.get(group)
         if stream is None:
@@ -132,11 +148,12 @@ class Links:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(stream):
             torch.cuda._sleep(int(seconds * self._hertz))
-            if output.numel() == world * source.numel() and world > 1:  # gathered: each rank has sent the same
-                output.view(world, -1).copy_(source.reshape(1, -1).clone().expand(world, -1))
-            elif source.numel() == world * output.numel() and world > 1:
-                output.view(-1).copy_(source.view(world, -1)[0])
-        work = Delay([output], tensors, stream)
+            for output, source in zip(outputs, sources, strict=True):
+                if output.numel() == world * source.numel() and world > 1:  # gathered: each rank has sent the same
+                    output.view(world, -1).copy_(source.reshape(1, -1).clone().expand(world, -1))
+                elif source.numel() == world * output.numel() and world > 1:
+                    output.view(-1).copy_(source.view(world, -1)[0])
+        work = Delay(outputs, (outputs, sources), stream)
         if given.get("async_op"):
             return work
         work.wait()

@@ -132,11 +132,11 @@ def test_another_order_on_some_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_a_backends_own_gathers_are_in_deepspeeds_log_where_it_keeps_one() -> None:
     def run() -> tuple[list[bool], list[float]]:
         attach(make_engine(LAYOUTS["grid"], sgd))
-        send, log, logged = gathering.flat_all_gather(), comm.comms_logger, []
+        send, log, logged = gathering.backends_all_gather(), comm.comms_logger, []
         own, both = torch.full((1,), float(os.environ["RANK"])), torch.empty(WORLD)
         for log.enabled in (False, True):
             log.prof_all = log.enabled
-            send(own, both, torch.distributed.group.WORLD).wait()
+            send([own], [both], torch.distributed.group.WORLD, 4)()
             logged.append("all_gather_into_tensor" in log.comms_dict)
         return logged, both.tolist()
 
@@ -169,7 +169,7 @@ def test_gathers_over_a_communicator_of_their_own(sharing: str) -> None:
             error = distance(full_parameters(net), full_parameters(plain))
             zerosync.detach()
             left = len(dist.distributed_c10d._world.pg_map) - before
-        gathers, reductions = called["nccl:_allgather_base_"], called["nccl:_reduce_scatter_base_"]
+        gathers, reductions = called["nccl:allgather_into_tensor_coalesced_"], called["nccl:_reduce_scatter_base_"]
         assert gathers and reductions
         return error, gathers.isdisjoint(reductions), left
 

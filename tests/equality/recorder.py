@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ END, ERROR = "end", "error"
 # The methods of a process group that communicate. What the package sends past DeepSpeed is in no report of its own.
 METHODS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
-    "alltoall", "alltoall_base", "gather", "scatter", "send", "recv", "recv_anysource", "barrier",
+    "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "gather", "scatter", "send", "recv",
+    "recv_anysource", "barrier",
 )  # fmt: skip
 
 
@@ -37,7 +39,7 @@ class Recorder:
         self._losses: list[torch.Tensor] = []
         self._recorded: dict[str, int] = {}  # the last optimizer step by engine
         self._calls: list[tuple[str, int]] = []  # of process groups, with their bytes, since the last report
-        for name in METHODS:
+        for name in filter(partial(hasattr, dist.ProcessGroup), METHODS):
             setattr(dist.ProcessGroup, name, self._counted(name, getattr(dist.ProcessGroup, name)))
 
     def loss(self, loss: torch.Tensor) -> torch.Tensor:

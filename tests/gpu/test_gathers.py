@@ -38,23 +38,31 @@ class _Work:
 def delayed() -> Callable[..., _Work]:
     links: dict[int, torch.cuda.Stream] = {}
 
-    def gather(
-        output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = True
-    ) -> _Work:
+    def gather_all(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Work:
         size = dist.get_world_size(group)
         link = links.setdefault(size, torch.cuda.Stream())
         link.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(link):
-            shard = input_tensor.clone()  # a part of the output, often
-            output_tensor.fill_(math.nan)
+            shards = [each.clone() for each in inputs]  # a part of the output, often
+            for output in outputs:
+                output.fill_(math.nan)
             torch.cuda._sleep(DELAY[size])
-            output_tensor.view(-1).copy_(shard.view(-1).repeat(size))
+            for output, shard in zip(outputs, shards, strict=True):
+                output.view(-1).copy_(shard.view(-1).repeat(size))
             done = torch.cuda.Event()
             done.record()
-        for tensor in (input_tensor, output_tensor):
+        for tensor in (*inputs, *outputs):
             tensor.record_stream(link)
         return _Work(done)
 
+    def gather(
+        output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = True
+    ) -> _Work:
+        return gather_all(group, [output_tensor], [input_tensor])
+
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        if hasattr(dist.ProcessGroup, name):  # ours
+            setattr(dist.ProcessGroup, name, gather_all)
     return gather
 
 
@@ -90,7 +98,7 @@ def train(system: str, reads: bool = False, backend: str = "") -> tuple[list[flo
         attach(engine, unshard_streams=system)
     if backend:
         engine.compile(backend=backend)
-    zero.comm_backend().all_gather_function = delayed()  # DeepSpeed's gathers and ours
+    zero.comm_backend().all_gather_function = delayed()  # DeepSpeed's gathers; it replaces ours, too
     losses, times = [], []
     for k in range(ROUNDS):
         x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(k)).cuda()

@@ -89,6 +89,6 @@ def test_node_shards_are_filled_before_another_stream_reads_them() -> None:
 
 def test_memory_is_kept_for_every_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """L2, switched off."""
-    monkeypatch.setattr(Streams, "share_unshard", lambda self, *args: None)
+    monkeypatch.setattr(Streams, "keep_for_caller", lambda self, memory: None)
     for found in run_ranks(lambda: findings(3, {"stage3_max_reuse_distance": 0}, {})):
         assert any(text.startswith("reuse") and "read by addmm" in text for text in found), found

@@ -77,6 +77,9 @@ class Simulation(Device):
         for name in ("all_gather_function", "reduce_scatter_function"):  # DeepSpeed's backend keeps references to these
             if (function := getattr(comm.cdb, name, None)) is not None:
                 self.replace(comm.cdb, name, _simulated(function))
+        for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+            if (method := getattr(dist.ProcessGroup, name, None)) is not None:
+                self.replace(dist.ProcessGroup, name, _simulated(_of_group(method)))
         self.replace(dist.ProcessGroup, "_start_coalescing", lambda group, device: self.begin_group())
         self.replace(dist.ProcessGroup, "_end_coalescing", lambda group, device: self.end_group(group))
         if self._backend is not None:
@@ -145,6 +148,15 @@ class _Works(NamedTuple):
         for work in self.works:
             work.inner.wait(*args)
         return True
+
+
+def _of_group(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method`` of process groups, which is built in, with a signature that names the group."""
+
+    def all_gather_coalesced(group: Any, outputs: Any, inputs: Any, *options: Any) -> Any:
+        return method(group, outputs, inputs, *options)
+
+    return all_gather_coalesced
 
 
 def _simulated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+_Memory = Iterable[tuple[torch.Tensor, Any]]  # each with the stream that has allocated it
+
 
 class Streams:
     """The streams of one engine, made on the engine's device.
@@ -168,6 +170,10 @@ class Streams:
         """Return an event after the work of ``gather_stream`` so far, such as a copy of gathered values to the host."""
         return gather_stream.record_event()
 
+    def record_arrival(self) -> Any:
+        """Return an event after the current stream has waited for a gather into the memory of parameters."""
+        return self._current().record_event()
+
     def record_landing(self, gather_stream: Any) -> Any:
         """Return an event after the current stream has copied a gather's values out of the memory of ``gather_stream``.
 
@@ -181,20 +187,21 @@ class Streams:
         """Make the caller's stream wait for one gather (U2)."""
         self._current().wait_event(event)
 
-    def share_unshard(
-        self, event: Any, users: list[Any], memory: Callable[[], Iterable[torch.Tensor]], owner: Any
-    ) -> None:
-        """Make the caller's stream wait for one gather, unless it is one of its ``users`` already (U2).
-
-        ``owner`` is the stream of ``memory``; for other ones, it is kept until they have used it (L2).
-        """
+    def share_unshard(self, event: Any, users: list[Any], memory: Callable[[], _Memory]) -> None:
+        """Make the caller's stream wait for one gather, unless it is one of its ``users`` already (U2)."""
         current = self._current()
         if current in users:
             return
         self.wait_for_unshard(event)
         users.append(current)
-        for tensor in memory() if current != owner else ():
-            tensor.record_stream(current)
+        self.keep_for_caller(memory())
+
+    def keep_for_caller(self, memory: _Memory) -> None:
+        """Keep memory until the caller's stream, which is not the one that has allocated it, has used it (L2)."""
+        current = self._current()
+        for tensor, owner in memory:
+            if owner != current:
+                tensor.record_stream(current)
 
     def record_stream_for_gathers(self, memory: torch.Tensor, gather_stream: Any) -> None:
         """Keep the memory of a parameter, perhaps the program's own, until a gather stream has read it (L2)."""

@@ -39,6 +39,8 @@ class Traffic:
 
 
 _NONE = Traffic()
+_Call = tuple[str, int, Any, int | None, bool]
+"""Its kind, the bytes that this rank sends, its process group, its only destination, and whether bytes are distinct."""
 
 
 class _Kind(NamedTuple):
@@ -79,7 +81,9 @@ class CollectiveCounter:
 
     def __init__(self, topology: Topology | None = None) -> None:
         self._topology = topology
-        self.traffic: dict[str, Traffic] = {}
+        self.calls: dict[
+            _Call, int
+        ] = {}  # how many there were of each; what they sent is computed when it is asked for
         self._backend: Any = None  # the one that it counts
 
     def start(self) -> CollectiveCounter:
@@ -109,7 +113,16 @@ class CollectiveCounter:
 
     def take(self) -> Mapping[str, Traffic]:
         """Return what was counted since the last call, by kind."""
-        traffic, self.traffic = self.traffic, {}
+        traffic, self.calls = self.traffic, {}
+        return traffic
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """What was counted since the last :meth:`take`, by kind."""
+        traffic: dict[str, Traffic] = {}
+        for (kind, nbytes, group, to, distinct), count in self.calls.items():
+            between = 0 if self._topology is None else self._topology.between(nbytes, group, to, distinct)
+            traffic[kind] = traffic.get(kind, _NONE) + Traffic(count, count * nbytes, count * between)
         return traffic
 
     def __enter__(self) -> CollectiveCounter:
@@ -120,12 +133,12 @@ class CollectiveCounter:
 
     def add_gather(self, nbytes: int, process_group: Any) -> None:
         """Count an all-gather for which this rank sends ``nbytes``, and that DeepSpeed does not call."""
-        self._add("all_gather_into_tensor", nbytes, process_group, None)
+        call = "all_gather_into_tensor", nbytes, process_group, None, False
+        self.calls[call] = self.calls[call] + 1 if call in self.calls else 1
 
     def _add(self, kind: str, nbytes: int, process_group: Any, to: int | None, distinct: bool = False) -> None:
-        between = 0 if self._topology is None else self._topology.between(nbytes, process_group, to, distinct)
-        before = self.traffic.get(kind, _NONE)
-        self.traffic[kind] = Traffic(before.calls + 1, before.bytes + nbytes, before.between + between)
+        call = kind, nbytes, process_group, to, distinct
+        self.calls[call] = self.calls.get(call, 0) + 1
 
 
 class EngineCounter(CollectiveCounter):
@@ -139,7 +152,7 @@ class EngineCounter(CollectiveCounter):
 
     def __init__(self, topology: Topology | None = None) -> None:
         super().__init__(topology)
-        self._attributed: dict[str, Traffic] = {}
+        self._attributed: dict[_Call, int] = {}
         self._apart: dict[str, int] = {}
         self.section: str | None = None
 
@@ -154,17 +167,17 @@ class EngineCounter(CollectiveCounter):
     @property
     def is_alone(self) -> bool:
         """Whether this is the only counter, so that it need not attribute."""
-        return self._backend is None or len(self._backend._zerosync_counters) == 1
+        return self._backend is None or not self._backend._zerosync_counters[1:]
 
     def attribute(self) -> None:
         """Count for this engine what the process has sent since an engine last called this."""
-        if not self.traffic:
+        if not self.calls:
             return
         if self.section is None:
-            for kind, traffic in self.traffic.items():
-                self._attributed[kind] = self._attributed.get(kind, Traffic()) + traffic
+            for call, count in self.calls.items():
+                self._attributed[call] = self._attributed.get(call, 0) + count
         else:
-            sent = sum(traffic.bytes for traffic in self.traffic.values())
+            sent = sum(count * nbytes for (_, nbytes, *_), count in self.calls.items())
             self._apart[self.section] = self._apart.get(self.section, 0) + sent
         _reset_unattributed()
 
@@ -186,8 +199,8 @@ class EngineCounter(CollectiveCounter):
 
     def take(self) -> Mapping[str, Traffic]:
         self.attribute()
-        traffic, self._attributed = self._attributed, {}
-        return traffic
+        self.calls, self._attributed = self._attributed, {}
+        return super().take()
 
     def take_apart(self) -> Mapping[str, int]:
         """Return the bytes that were sent since the last call, but not for a step, by section."""
@@ -197,7 +210,7 @@ class EngineCounter(CollectiveCounter):
 
 def _reset_unattributed() -> None:
     for counter in _engine_counters():
-        counter.traffic = {}
+        counter.calls = {}
 
 
 def _engine_counters() -> list[EngineCounter]:
@@ -208,12 +221,12 @@ def _engine_counters() -> list[EngineCounter]:
 def _build(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def build(engine: Any, *args: Any, **kwargs: Any) -> None:
-        before = {counter: dict(counter.traffic) for counter in _engine_counters()}
+        before = {counter: dict(counter.calls) for counter in _engine_counters()}
         try:
             stock(engine, *args, **kwargs)
         finally:
-            for counter, traffic in before.items():
-                counter.traffic = traffic
+            for counter, calls in before.items():
+                counter.calls = calls
 
     return build
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,92 +14,174 @@ import torch.distributed as dist
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.param_functions import for_training
-from zerosync_strategy.core.engine.parameter import arrive, record_of, returned, rows_of, unshard
+from zerosync_strategy.core.engine.parameter import Record, arrive, record_of, returned, unshard
+from zerosync_strategy.core.engine.storage import memory_of
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""
+AllGather = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Any, int], Callable[[], object]]
+"""Called with this rank's shards, for each the memory of all ranks' shards, all flat, a process group and the bytes
+that this rank sends; returns a function that waits."""
+ROW_BYTES = 16
+"""NCCL is up to three times slower where the rows of ranks are not aligned to so many bytes."""
+_IS_CURRENT = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")  # torch's name since 2.13
 
 
-def flat_all_gather() -> FlatAllGather:
-    """Return the backend's own all-gather: DeepSpeed's without its host overhead (H1)."""
+def backends_all_gather() -> AllGather:
+    """Return the backend's own all-gather of several tensors, as one launch with one work, at little host cost (H1).
+
+    Where DeepSpeed logs collectives, or communicates in another way, it is that of DeepSpeed, one by one.
+    """
     from deepspeed.comm import comm
 
     backend, log = zero.comm_backend(), comm.comms_logger
     is_plain = zero.is_plain(backend)
 
-    def send(own: torch.Tensor, target: torch.Tensor, process_group: Any) -> Any:
+    def send(
+        shards: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], process_group: Any, nbytes: int
+    ) -> Callable[[], object]:
         if not is_plain or log.enabled:
-            return comm.all_gather_into_tensor(target, own, group=process_group, async_op=True)
+            works = [
+                comm.all_gather_into_tensor(of_all, own, group=process_group, async_op=True)
+                for own, of_all in zip(shards, rows, strict=True)
+            ]
+            return lambda: [work.wait() for work in works]
         for counter in backend._zerosync_counters:
-            counter.add_gather(target.nbytes - own.nbytes, process_group)
-        return backend.all_gather_function(target, own, group=process_group, async_op=True)
+            counter.add_gather(nbytes, process_group)
+        work = (
+            process_group.all_gather_single_coalesced(rows, shards)
+            if _IS_CURRENT
+            else process_group.allgather_into_tensor_coalesced(rows, shards)
+        )
+        wait: Callable[[], object] = work.wait
+        return wait
 
     return send
 
 
-class Arrival(NamedTuple):
-    """Values of ``params`` being gathered into ``received``; its last dimension has ``columns`` for each.
+def one_by_one(all_gather: FlatAllGather) -> AllGather:
+    """Return an all-gather of a single tensor as one of several."""
 
-    Read row by row, the columns of a parameter are its values, flat and padded. Call ``wait`` once before reading them.
+    def send(
+        shards: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], process_group: Any, nbytes: int
+    ) -> Callable[[], object]:
+        (own,), (of_all,) = shards, rows
+        wait: Callable[[], object] = all_gather(own, of_all, process_group).wait
+        return wait
+
+    return send
+
+
+class Arrival:
+    """Values of ``params`` being gathered: of the first ones into ``rows``, of the others into ``received``.
+
+    The last dimension of ``received`` has ``columns`` for each; read row by row, the columns of a parameter are its
+    values, as ``rows`` are: flat and padded. Call ``wait`` once before reading them.
     """
 
-    params: list[Any]
-    columns: list[int]
-    received: torch.Tensor
-    wait: Callable[[], object]
+    __slots__ = ("columns", "params", "received", "rows", "wait")
+
+    def __init__(
+        self, params: list[Any], rows: list[torch.Tensor], columns: list[int], received: torch.Tensor | None,
+        wait: Callable[[], object],
+    ) -> None:  # fmt: skip
+        self.params, self.rows, self.columns, self.received, self.wait = params, rows, columns, received, wait
+
+    def shards(self) -> list[torch.Tensor]:
+        """Return for each parameter the shards of all ranks, in the first dimension or dimensions."""
+        own = [
+            rows.view(param.ds_process_group.size(), -1) for param, rows in zip(self.params, self.rows, strict=False)
+        ]
+        return own if self.received is None else [*own, *self.received.split(self.columns, -1)]
 
     def values(self) -> list[tuple[Any, torch.Tensor]]:
         """Return each parameter with its values in its own shape and dtype, for the caller to keep."""
         values = []
-        for param, shards in zip(self.params, self.received.split(self.columns, -1), strict=True):
+        for param, shards in zip(self.params, self.shards(), strict=True):
             # A range of columns is a strided view, which cannot be sent as bytes.
             full = shards.contiguous().view(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
             values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
         return values
 
-    @for_training
-    def room(self) -> list[torch.Tensor]:
-        """Return the memory of the parameters' values, of the current stream, as :meth:`land` takes it."""
-        return rows_of([param._zerosync_record for param in self.params], self.received.shape[:-1], self.columns)
+    @property
+    def packed(self) -> list[Any]:
+        """The records of the parameters that are received in memory of the gather's."""
+        return [param._zerosync_record for param in self.params[len(self.rows) :]]
 
     @for_training
-    def land(self, room: list[torch.Tensor] | None = None) -> None:
-        """Set the parameters to their values, by default in memory of the current stream."""
-        received, records = self.received, [param._zerosync_record for param in self.params]
-        if received.dtype is not (dtype := zero3.shard_dtype(self.params[0])):
-            received = received.to(dtype)
-        rows = rows_of(records, received.shape[:-1], self.columns) if room is None else room
-        torch.split_with_sizes_copy(received, self.columns, -1, out=rows)
-        arrive(records)
+    def land(self, stream: Any) -> None:
+        """Set the parameters to their values, on the current ``stream``, in memory of its if they have none yet."""
+        if self.received is not None:
+            received = self.received
+            if received.dtype is not (dtype := zero3.shard_dtype(self.params[-1])):
+                received = received.to(dtype)
+            memory = memory_of(self.packed, stream)
+            rows = [of_all.view(*received.shape[:-1], -1) for of_all in memory]
+            torch.split_with_sizes_copy(received, self.columns, -1, out=rows)
+        arrive([param._zerosync_record for param in self.params])
 
 
 class Message:
     """All shards of several parameters of one process group, for one all-gather. Constant values are computed once.
 
     DeepSpeed assembles each parameter from the part of each rank. Here, the work does not grow with the number of
-    ranks: row r of the received matrix has the shards of rank r, and a parameter is a range of columns.
+    ranks: the shard of rank r is row r of a matrix. If ``is_native``, the backend gathers most parameters into the
+    matrices that are their memory. Parameters that are sent in another dtype, or whose rows are not aligned, are ranges
+    of columns of a matrix that is received, with aligned rows. Elsewhere all are.
 
     Args:
         params: with shards of one dtype, for which :func:`~zero3.has_plain_shard` holds.
         dtype: in which it is sent.
         process_group: over which; of the ranks that shard the parameters, in their order.
+
+    Attributes:
+        params: as an arrival has them: first those that are gathered in place, of which there are ``placed``.
     """
 
-    def __init__(self, params: list[Any], dtype: torch.dtype, process_group: Any) -> None:
-        self.params, self._dtype = params, dtype
-        self._device, self._group = params[0].device, process_group
-        self._columns = [param.ds_tensor.ds_numel for param in params]
-        self._shape = dist.get_world_size(self._group), sum(self._columns)
-        self._rank = dist.get_rank(self._group)
+    def __init__(self, params: list[Any], dtype: torch.dtype, process_group: Any, is_native: bool = False) -> None:
+        self._dtype, self._device, self._group = dtype, params[0].device, process_group
+        self._world_size, self._rank = dist.get_world_size(process_group), dist.get_rank(process_group)
 
-    def send(self, all_gather: FlatAllGather) -> Arrival:
-        """Begin to gather. Collective."""
-        received = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        own = received[self._rank]
-        shards = [param.ds_tensor for param in self.params]
-        torch._foreach_copy_(own.split_with_sizes(self._columns), shards, non_blocking=True)  # from the host, too
-        work = all_gather(own, received.view(-1), self._group)
-        return Arrival(self.params, self._columns, received, work.wait)
+        def lies_in_place(param: Any) -> bool:
+            row_bytes = zero3.shard_numel(param) * dtype.itemsize
+            return is_native and zero3.shard_dtype(param) is dtype and row_bytes % ROW_BYTES == 0
+
+        in_place, packed = list(filter(lies_in_place, params)), list(itertools.filterfalse(lies_in_place, params))
+        self.params, self.placed = [*in_place, *packed], len(in_place)
+        self._in_place, self._packed = in_place, packed
+        self._columns = list(map(zero3.shard_numel, packed))
+        self._width = sum(self._columns)
+        step = ROW_BYTES // dtype.itemsize if is_native else 1
+        self._padded = -(-self._width // step) * step
+        sent = self._padded + sum(map(zero3.shard_numel, in_place))
+        self._sent = sent * (self._world_size - 1) * dtype.itemsize
+
+    @functools.cached_property
+    def records(self) -> list[Record]:
+        return list(map(record_of, self.params))
+
+    def new_rows(self) -> list[torch.Tensor]:
+        """Return memory for the parameters that are gathered in place, for the caller to keep."""
+        sizes = [self._world_size * zero3.shard_numel(param) for param in self._in_place]
+        return [torch.empty(size, dtype=self._dtype, device=self._device) for size in sizes]
+
+    def send(self, all_gather: AllGather, rows: list[torch.Tensor]) -> Arrival:
+        """Begin to gather, into ``rows`` what is gathered in place. Collective."""
+        shards, memory, received = [param.ds_tensor for param in self._in_place], rows, None
+        for place, shard in enumerate(shards):
+            if shard.device != self._device:  # on the host
+                own = rows[place].view(self._world_size, -1)[self._rank]
+                shards[place] = own.copy_(shard, non_blocking=True)
+        if self._columns:
+            received = torch.empty(self._world_size, self._padded, dtype=self._dtype, device=self._device)
+            own, memory = received[self._rank], [*rows, received.view(-1)]
+            shards.append(own)
+            if self._padded > self._width:
+                received, own = received[:, : self._width], own[: self._width]
+            packed = [param.ds_tensor for param in self._packed]
+            torch._foreach_copy_(own.split_with_sizes(self._columns), packed, non_blocking=True)  # from the host, too
+        wait = all_gather(shards, memory, self._group, self._sent)
+        return Arrival(self.params, rows, self._columns, received, wait)
 
 
 @for_training
@@ -107,32 +191,33 @@ def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
 
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
     with replaced(param, "ds_tensor", shard):
-        arrival = Message([param], shard.dtype, param.ds_process_group).send(partition_parameters._dist_allgather_fn)
+        by_deepspeed = one_by_one(partition_parameters._dist_allgather_fn)
+        arrival = Message([param], shard.dtype, param.ds_process_group).send(by_deepspeed, [])
     arrival.wait()
     ((_, full),) = arrival.values()
     return full
 
 
-@for_training
-def from_host(values: Mapping[Any, list[torch.Tensor]]) -> Arrival:
+def from_host(
+    values: Mapping[Any, list[torch.Tensor]], rows: list[torch.Tensor], wait: Callable[[], object]
+) -> Arrival:
     """Return an arrival of parameters that this rank has in full on the host: nothing is sent.
 
-    ``values``: by sharded parameter, the full values, flat and in parts. They are copied on the current stream.
+    ``values``: by sharded parameter, the full values, flat and in parts. They are copied to ``rows`` on the current
+    stream, for which ``wait`` waits.
     """
-    params = list(values)
-    columns = [dist.get_world_size(param.ds_process_group) * zero3.shard_numel(param) for param in params]
-    received = torch.empty(1, sum(columns), dtype=zero3.shard_dtype(params[0]), device=params[0].device)
-    for place, parts in zip(received[0].split(columns), values.values(), strict=True):
+    for memory, parts in zip(rows, values.values(), strict=True):
         sizes = [part.numel() for part in parts]
-        torch._foreach_copy_(place[: sum(sizes)].split(sizes), parts, non_blocking=True)
-    return Arrival(params, columns, received, lambda: None)
+        torch._foreach_copy_(memory[: sum(sizes)].split(sizes), parts, non_blocking=True)
+    return Arrival(list(values), rows, [], None, wait)
 
 
 @for_training
-def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], None]:
+def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[Any], None]:
     """Gather ``params``, of one process group, as DeepSpeed does; return a function that waits and sets their values.
 
-    For shards that are on disk, quantized, of hpZ, or on this rank alone. For ``returns`` see :func:`~parameter.free`.
+    It takes the current stream. For shards that are on disk, quantized, of hpZ, or on this rank alone. ``returns``: in
+    their storages (:class:`UnitStorage`).
     """
     handle = params[0].all_gather_coalesced(list(params))
     # Nothing is sent, but the host would wait. It has to if the shard is in memory that the host writes to.
@@ -140,14 +225,13 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[], No
 
     @for_training
     @torch.no_grad()
-    def land() -> None:
+    def land(stream: Any) -> None:
         if not is_alone:
             handle.wait()
         for param in params:
             record, values = record_of(param), param.data
             if returns and values.data_ptr() != param.ds_tensor.data_ptr():  # equal in a group of one rank
-                rows_of([record], (), [-1])
-                assert record.full is not None
+                memory_of([record], stream)
                 values = record.full.copy_(values)
             if is_alone:
                 record.arrive(values)

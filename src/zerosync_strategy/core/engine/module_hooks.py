@@ -70,6 +70,7 @@ def _use_plain_linear() -> None:
         function.__code__ = stock
 
     patches.install(patches.LINEAR, undo)
+    patches.replace(patches.TORCHS_LINEAR, lambda found: torch._C._nn.linear if found is function else found)
 
 
 def drop_functions(module: Any) -> None:

@@ -13,7 +13,7 @@ from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 from zerosync_strategy.core.engine.parameter import Record, free, returned
 from zerosync_strategy.core.engine.parameter_states import Claim
 from zerosync_strategy.core.engine.saved_tensors import nodes_made
-from zerosync_strategy.core.engine.torch_internals import is_plain, plain_torch
+from zerosync_strategy.core.engine.torch_internals import PLAIN, plain_torch
 
 _STOCK = "_zerosync_stock_functions"
 
@@ -33,10 +33,11 @@ def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def internal(method: Callable[..., Any]) -> Callable[..., Any]:
     """As :func:`for_training`, with parameters at rest as DeepSpeed has left them, hidden from a program's modes."""
+    dispatch_modes, transforms, inference = PLAIN
 
     @functools.wraps(method)
     def call(*args: Any) -> Any:
-        if is_plain():
+        if not (dispatch_modes() or transforms() or inference()):  # is_plain(), in a call less
             with zero3.as_it_is():
                 return method(*args)
         with plain_torch(), zero3.as_it_is(), torch.inference_mode(False), torch.no_grad():

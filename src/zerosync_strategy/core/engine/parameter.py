@@ -1,14 +1,13 @@
 """The record of a ZeRO-3 parameter: the state of its values, their claims, and how often its shards were written (E1).
 
-Between a forward and its backward, the storage of the values stays the same but is resized to zero bytes. So what
-autograd has saved of a parameter in the forward, itself or a view, has its values again once they are unsharded.
-Reading it in between raises torch's own error of a modified tensor, because the version of the parameter differs then.
-The idea is that of PyTorch's FSDP, except for the version.
+Between a forward and its backward, the storage of the values (``storage.py``) stays the same but has no bytes. Reading
+what autograd has saved of them in between raises torch's own error of a modified tensor, because the version of the
+parameter differs then. The idea is that of PyTorch's FSDP, except for the version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -61,8 +60,11 @@ class Record:
         gathers: how often it was gathered for modules, for a step, since the last step.
         hold: keep it from its first use in a window to the step.
         constant: no optimizer step changes it.
-        full: the values in their memory, in the shape of the parameter; ``None`` before the first gather.
-        is_in_own_memory: the parameter is unsharded in that memory, and no context has put it elsewhere.
+        unit: whose parameters it is gathered with; ``None``: it is in several, or none.
+        storage: of its values; ``None`` before the first gather. ``rows``: its part of it, flat, with padding.
+        full: that part without padding, in the shape of the parameter.
+        is_in_storage: the parameter is unsharded there, or about to be, and no context has put it elsewhere.
+        persistent: DeepSpeed keeps it gathered. ``in_shards``: its shards have what was written to its values.
         nbytes: of the values; 0 if persistent. ``counted``: the bytes that are counted as unsharded.
         values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the classes of the parameter; equal without ``values``.
@@ -79,14 +81,15 @@ class Record:
         self.watched = False
         self.plain = zero3.has_plain_shard(param)
         self.hold = self.constant = False
-        self.full: torch.Tensor | None = None
+        self.unit: Any = None
+        self.storage: Any = None  # a UnitStorage
+        self.rows: Any = None
+        self.full: Any = None
         self.counted = 0
-        self._rows: torch.Tensor | None = None  # the memory, padding included, as a gather fills it
-        self._memory: torch.UntypedStorage | None = None
-        self._nbytes = 0
-        self.is_in_own_memory = False
-        self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
-        self._none = param.data.new_empty(0)
+        self.is_in_storage = self.in_shards = False
+        self.persistent = bool(param.ds_persist)
+        self.nbytes = 0 if self.persistent else zero3.full_bytes(param)
+        self.none = param.data.new_empty(0)
         self._gone: tuple[int, int] | None = None  # version and writes when the values were freed
         self.values: Any = None
         self.own_class = self.class_at_rest = type(param)
@@ -122,15 +125,6 @@ class Record:
         return RuntimeError(
             f"Parameter {self.name}, {self.state.name} with {self.claims}, was to be {event.value}. {remedy}"
         )
-
-    def _allocate(self) -> torch.Tensor:
-        """Allocate the memory of the values, padding included; not in torch's inference mode."""
-        param = self.param
-        numel = param.ds_process_group.size() * param.ds_tensor.ds_numel
-        rows = torch.empty(numel, dtype=param.ds_tensor.dtype, device=self._none.device)
-        self.full = rows[: param.ds_numel].view(param.ds_shape)
-        self._rows, self._memory, self._nbytes = rows, rows.untyped_storage(), rows.nbytes
-        return rows
 
     def arrive(self, values: torch.Tensor) -> None:
         """End the gather; ``values`` is the parameter's memory from now on."""
@@ -243,24 +237,8 @@ def unshard(records: Iterable[Record]) -> None:
     _enter(records, Event.UNSHARD)
 
 
-def rows_of(records: Iterable[Record], leading: Sequence[int], columns: Iterable[int]) -> list[torch.Tensor]:
-    """Return the memory of the values for a gather to fill: ``leading`` dimensions, and one width per record."""
-    found = []
-    for record, width in zip(records, columns, strict=True):
-        rows, memory = record._rows, record._memory
-        if rows is None or memory is None:
-            rows = record._allocate()
-        else:
-            memory.resize_(record._nbytes)
-        if rows.shape != (*leading, width):
-            record._rows = rows = rows.view(*leading, width)
-        record.is_in_own_memory = True
-        found.append(rows)
-    return found
-
-
 def arrive(records: Collection[Record]) -> None:
-    """End the gathers, which have filled :func:`rows_of`."""
+    """End the gathers, which have filled the storages."""
     _enter(records, Event.ARRIVE)
     for record in records:
         record.param.data = record.full
@@ -268,18 +246,22 @@ def arrive(records: Collection[Record]) -> None:
 
 
 def reshard(records: Collection[Record], returns: bool) -> None:
-    """Free the values, after what was written to them has gone to the shards. For ``returns`` see :func:`free`."""
-    with zero3.as_it_is():
-        for record in records:
-            param, bits = record.param, record.bits
-            if bits & MODULE:
-                raise record._illegal(Event.RESHARD, "A module uses it: reshard it when that has ended.")
-            if record.watched or record.version != param._version or param.ds_persist or bits & _HELD:
-                record.carry_changes()
-        _enter(records, Event.RESHARD)
-        free(records, returns)
-        for record in records:
-            record.param.__class__ = record.class_at_rest
+    """Free the values, after what was written to them has gone to the shards, in :func:`~zero3.as_it_is`.
+
+    For ``returns`` see :func:`free`.
+    """
+    for record in records:
+        param, bits = record.param, record.bits
+        if bits & MODULE:
+            raise record._illegal(Event.RESHARD, "A module uses it: reshard it when that has ended.")
+        if record.in_shards:
+            record.version = param._version
+        elif record.watched or record.version != param._version or param.ds_persist or bits & _HELD:
+            record.carry_changes()
+    _enter(records, Event.RESHARD)
+    free(records, returns)
+    for record in records:
+        record.param.__class__ = record.class_at_rest
 
 
 def settle(records: Iterable[Record]) -> None:
@@ -292,6 +274,21 @@ def settle(records: Iterable[Record]) -> None:
         # The stream that entered a context has waited; ordering other streams is up to the program.
         is_complete = gather is None or gather.event is None or record.bits & _CONTEXT or gather.is_complete
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
+
+
+def claim(records: Collection[Record], claim: Claim) -> None:
+    """Keep the values of ``records``, unsharded or in flight."""
+    _enter(records, Event.CLAIM)
+    for record in records:
+        record.bits |= claim.bit
+    settle(records)
+
+
+def drop(records: Collection[Record], claims: int) -> None:
+    """End ``claims``, as bits."""
+    for record in records:
+        record.bits &= ~claims
+    settle(records)
 
 
 def unclaimed(records: Iterable[Record]) -> list[Record]:
@@ -309,42 +306,42 @@ def _enter(records: Iterable[Record], event: Event) -> None:
         param.ds_status = _statuses[target]
 
 
-def returned(records: Iterable[Record]) -> None:
+def returned(records: Collection[Record]) -> None:
     """Restore the versions of unsharded parameters: autograd accepts saved ones unless shards were written."""
-    back = [record for record in records if record._gone is not None]
-    for record in back:
-        version, writes = record._gone  # type: ignore[misc]
-        record._gone, record.version = None, version + record.writes - writes
-    _set_versions(back, [record.version for record in back])
+    params: list[Any] = [*records]
+    versions, count = params.copy(), 0  # no call for each: this runs for each parameter of each gather
+    for record in records:
+        if record._gone is not None:
+            version, writes = record._gone
+            record._gone, record.version = None, version + record.writes - writes
+            params[count], versions[count] = record.param, record.version
+            count += 1
+    torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
 
 
 def free(records: Collection[Record], returns: bool) -> None:
-    """Free the values of parameters that have been resharded.
-
-    With ``returns``, they will return to the same memory. Otherwise that memory is dropped, and stays only for other
-    references to it.
-    """
-    gone = [record for record in records if record._gone is None]
-    for record in gone:
-        record._gone = record.param._version, record.writes
-    _set_versions(gone, [record._gone[0] + 1 for record in gone if record._gone is not None])
-    freed = 0
+    """Free the values of parameters that have been resharded; for ``returns`` see ``UnitStorage.empty()``."""
+    params: list[Any] = [*records]
+    versions, count, freed = params.copy(), 0, 0
     for record in records:
-        record.param.data = record._none
+        if record._gone is None:
+            record._gone = record.param._version, record.writes
+            params[count], versions[count] = record.param, record._gone[0] + 1
+            count += 1
+    torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
+    for record in records:
+        record.param.data = record.none
         freed += record.counted
         record.counted = 0
-        if record.is_in_own_memory and record._memory is not None:
-            record.is_in_own_memory = False
-            if returns:
-                record._memory.resize_(0)
-            else:
-                record._rows = record._memory = record.full = None
+        if record.is_in_storage:
+            record.is_in_storage, storage = False, record.storage
+            storage.inside -= 1
+            if not storage.inside:
+                storage.empty(returns)
     if freed:
-        next(iter(records)).owner.issuing.unsharded.add(-freed)
-
-
-def _set_versions(records: Iterable[Record], versions: list[int]) -> None:
-    torch._C._autograd._unsafe_set_version_counter(tuple([record.param for record in records]), tuple(versions))
+        for record in records:
+            record.owner.issuing.unsharded.add(-freed)
+            break
 
 
 def record_of(param: Any) -> Record:

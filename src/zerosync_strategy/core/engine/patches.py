@@ -56,6 +56,7 @@ LEAVE_GATHERED = Patch(f"{_PARTITION}.GatheredParameters", "__exit__",
                        f"{_GATHERED}; parameters without dimensions are broadcast")
 OUTPUTS = Patch("deepspeed.runtime.zero.parameter_offload", "vars", "modules may return what has no attributes")
 LINEAR = Patch("deepspeed.runtime.zero.linear.zero3_linear_wrap", "__code__", "a linear layer of ZeRO-3 is torch's own")
+TORCHS_LINEAR = Patch("torch.nn.functional", "linear", "it is called at once where DeepSpeed has put its own here")
 FULL_GRADIENT = Patch("deepspeed.utils.tensor_fragment.safe_get_full_grad", "__code__",
                       "before DeepSpeed 0.19.8, it looks for a window's gradient, too")
 RANGES = Patch("deepspeed.utils.nvtx", "enable_nvtx", "on CPU, no ranges for profilers, which have none there")

@@ -80,13 +80,10 @@ PLAN = (
 EVERY_TABLE = (TRAINING, COMPILATION, PLAN)
 
 
-def is_plain() -> bool:
-    """Return whether no dispatch mode, torch.func transform or inference mode changes what operators do."""
-    return not (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch.is_inference_mode_enabled()
-    )
+PLAIN = (
+    torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active, torch.is_inference_mode_enabled
+)  # fmt: skip
+"""If none of them returns true, no dispatch mode, torch.func transform or inference mode changes what operators do."""
 
 
 def plain_torch() -> AbstractContextManager[object]:

@@ -101,15 +101,26 @@ def any_released(params: Iterable[Any]) -> bool:
 
 
 def released(params: Iterable[Any]) -> list[Any]:
-    return [param for param in params if param.ds_status._name_ == "NOT_AVAILABLE"]
+    found: list[Any] = []
+    for param in params:  # no calls
+        if param.ds_status._name_ == "NOT_AVAILABLE":
+            found += (param,)
+    return found
 
 
 def gathered(records: Iterable[Any]) -> list[Any]:
-    return [record for record in records if record.param.ds_status._name_ == "AVAILABLE"]
+    found: list[Any] = []
+    for record in records:  # no calls
+        if record.param.ds_status._name_ == "AVAILABLE":
+            found += (record,)
+    return found
 
 
 def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
-    return tuple([param.ds_id for param in params])
+    ids: list[int] = []
+    for param in params:  # no calls
+        ids += (param.ds_id,)
+    return tuple(ids)
 
 
 @contextmanager
@@ -178,11 +189,17 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
     By default, ``full`` is the gathered values. Return ``None`` if the shard is all padding or not in memory.
     """
-    start, numel = own_range(param)
-    if numel == 0 or param.ds_tensor.numel() == 0:
+    size, shard = param.ds_tensor.ds_numel, param.ds_tensor.data  # few calls, here, too
+    start = param.ds_process_group.rank() * size
+    numel = param.ds_numel - start
+    if numel < size:
+        shard = shard[: max(numel, 0)]
+    else:
+        numel = size
+    if shard.numel() == 0:
         return None
     values = param.data if full is None else full
-    return param.ds_tensor.data.narrow(0, 0, numel), values.reshape(-1).narrow(0, start, numel)
+    return shard, values.reshape(-1).narrow(0, start, numel)
 
 
 def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ class GatherDigest:
         Its highest bit is set. Ranks of the group get the same tag if all their gathers since the last step are the
         same.
         """
-        self._gathers.append(ids)
+        self._gathers += (ids,)
         self._digest = zlib.crc32(digested, self._digest)
         return 2**30 | self._digest % 2**30
 

@@ -65,17 +65,7 @@ class RankStatus:
             position: returns the rank's progress in words; ``None``: unchanged.
             progress: the progress for the verdict (a ``StepMeter``); ``None``: unchanged.
         """
-        return _Activity(self, what, position, progress)
-
-    def _begin(self, what: object, position: Callable[[], str] | None, progress: Any) -> None:
-        if position is not None:
-            self._position = position()
-        if progress is not None:
-            self._progress = weakref.ref(progress)  # weak, so as not to keep the engine
-        if self._stopped is not None:
-            self._stop(None)
-        self._moves += 1
-        self._activities.append((what, time.monotonic()))
+        return Activity(self, what, position, progress)
 
     def _raised(self, what: object, error: BaseException) -> None:
         """Record an ``error`` in ``what``; a communication error is raised as a ``RankError``."""
@@ -88,12 +78,6 @@ class RankStatus:
             self.record_failure(f"lost the other ranks in {what}")
             raise RankError(message) from error
         self.record_failure(f"{type(error).__name__} in {what}", error)
-
-    def _end(self, position: Callable[[], str] | None) -> None:
-        self._moves += 1
-        self._activities.pop()
-        if position is not None:
-            self._position = position()
 
     def record_failure(self, why: str, error: BaseException | None = None, goes_on: bool = True) -> None:
         """Write to the store ``why`` this rank stops, for the ranks that will wait for it.
@@ -170,21 +154,35 @@ class RankStatus:
         return observe(self._rank, list(self._activities), frame, self._position, self._progress(), **how)
 
 
-class _Activity(AbstractContextManager[None]):
-    """The context of :meth:`RankStatus.activity`. A class, because a generator would cost each gather more."""
+class Activity(AbstractContextManager[None]):
+    """The context of :meth:`RankStatus.activity`. A class, and without further calls, because each gather has one."""
 
-    def __init__(self, status: RankStatus, what: object, position: Callable[[], str] | None, progress: Any) -> None:
+    def __init__(
+        self, status: RankStatus, what: object, position: Callable[[], str] | None = None, progress: Any = None
+    ) -> None:
         self._status, self._what, self._position, self._progress = status, what, position, progress
 
     def __enter__(self) -> None:
-        self._status._begin(self._what, self._position, self._progress)
+        status = self._status
+        if self._position is not None:
+            status._position = self._position()
+        if self._progress is not None:
+            status._progress = weakref.ref(self._progress)  # weak, so as not to keep the engine
+        if status._stopped is not None:
+            status._stop(None)
+        status._moves += 1
+        status._activities += ((self._what, time.monotonic()),)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is not None:
                 self._status._raised(self._what, error)
         finally:
-            self._status._end(self._position)
+            status = self._status
+            status._moves += 1
+            del status._activities[-1]
+            if self._position is not None:
+                status._position = self._position()
 
 
 _current: tuple[Callable[[], Any], RankStatus] | None = None  # with a weak reference to its process group

@@ -75,7 +75,8 @@ class LocalGradients:
         if self.watch is not None:
             self.watch()
         self.now += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.now)
+        if self.now > self.peak_bytes:
+            self.peak_bytes = self.now
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.now
@@ -150,7 +151,7 @@ class GradientBucket:
         local: LocalGradients, streams: Streams, names: Mapping[Any, str], below: GradientBucket | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.placement = layout, placement
-        self.params = list(params)
+        self.params, self.ids = list(params), list(map(id, params))
         self.gradients = [LocalGradient(param, self, local.nbytes(param)) for param in self.params]
         of_param = dict(zip(self.params, self.gradients, strict=True))
         self._packs = [of_param[param] for param in placement.order]
@@ -202,7 +203,8 @@ class GradientBucket:
 
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
         """Yield all gradients times ``factor``, with zeros for missing ones. Runs on the reduction stream."""
-        gradients = [each.place if self.local.converts else each.param.grad for each in self._packs]
+        with zero3.as_it_is():
+            gradients = [each.place if self.local.converts else each.param.grad for each in self._packs]
         if self.streams.concurrent:
             self.read += [gradient for gradient in gradients if gradient is not None]
         memory, head = self.placement.pack(gradients, self.dtype, self._from_above), self.placement.head
@@ -239,9 +241,10 @@ class GradientBucket:
         self.needs_reduce = self.is_fresh = False
         self.grad_ready.clear()
         self._from_above = None
-        self.local.count(-sum(each.nbytes for each in self.gradients if each.place is not None))
-        for gradient in self.gradients:
-            gradient.place = gradient.param.grad = None
+        self.local.count(-sum([each.nbytes for each in self.gradients if each.place is not None]))
+        with zero3.as_it_is():
+            for gradient in self.gradients:
+                gradient.place = gradient.param.grad = None
 
 
 def choose_buckets(

@@ -134,7 +134,7 @@ class Reducer:
             return
         for bucket in self._to_stream:
             # 0: reduced at the end, as no module has used it, or the backward was noticed too late.
-            bucket.first_use = 0 if midway else min(first_uses.get(id(param), 0) for param in bucket.params)
+            bucket.first_use = 0 if midway else min([first_uses.get(each, 0) for each in bucket.ids])
         self._to_stream = deque(sorted(self._to_stream, key=lambda bucket: -bucket.first_use))
 
     def gradient_ready(self, gradient: LocalGradient) -> bool:
@@ -143,14 +143,15 @@ class Reducer:
         if gradient is self._late:
             return False
         bucket = gradient.bucket
-        bucket.collect(gradient)
+        if gradient.place is None or gradient.param.grad is not gradient.place:
+            bucket.collect(gradient)
         bucket.needs_reduce = True  # also if this backward has reduced the bucket and accumulates into it again
         if not self._to_stream:
             return False
         self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
         if self._reduces_by_module:
             return False
-        bucket.pending.discard(gradient)
+        bucket.pending -= {gradient}
         return not self._to_stream[0].pending
 
     def reduce_complete(self) -> None:

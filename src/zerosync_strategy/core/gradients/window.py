@@ -162,14 +162,14 @@ class Window:
     def added(self, gradient: LocalGradient, param: Any) -> None:
         """Process an accumulation by autograd into ``param.grad``."""
         # Called for every gradient of every backward, so it makes no further call if nothing is to be done (H6).
-        if not self._reducer.only_adds or param.grad is not gradient.place or (self._shares and self._traffic.traffic):
+        if not self._reducer.only_adds or param.grad is not gradient.place or (self._shares and self._traffic.calls):
             self.gradient_ready(gradient)
 
     def gradient_ready(self, gradient: LocalGradient) -> None:
         """Process an accumulation into a gradient: begin the backward, or reduce buckets, if it is time."""
         if self._backward is not _Backward.OURS or not self._engine_backwards:
             self.enter_graph(gradient)
-        if self._shares and self._traffic.traffic:
+        if self._shares and self._traffic.calls:
             self._traffic.attribute()  # gathers since the gradient before
         if self._reducer.gradient_ready(gradient):
             with self._activity(Doing.OWN_BACKWARD):

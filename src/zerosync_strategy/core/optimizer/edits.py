@@ -48,12 +48,12 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
     The other parameters may have been edited in their shards. Raise ``ValueError`` if a parameter was given data of
     another shape, or was given data while it was not gathered.
     """
-    gathered = []
+    gathered: list[Any] = []
     for param in params:
         if zero3.is_gathered(param):
             if not zero3.has_full_shape(param):
                 _check_shape(param, zero3.full_shape(param), names)
-            gathered.append(param)
+            gathered += (param,)
         elif param.numel() > 0 and zero3.is_released(param):  # a parameter in flight has memory already
             raise ValueError(
                 f"Parameter {names.get(param, 'of the optimizer')!r} was given new data while ZeRO-3 had it sharded,"

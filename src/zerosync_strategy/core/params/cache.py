@@ -25,6 +25,7 @@ from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, reshard, settle, unclaimed
 from zerosync_strategy.core.engine.parameter_states import STEPS, Claim
+from zerosync_strategy.core.engine.storage import divide_anew
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.issuing import ParameterGather, arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -81,7 +82,7 @@ class ParameterCache:
     def end_window(self, params: Iterable[Any]) -> None:
         """Start a new window: a step has resharded ``params``, except those that it does not change."""
         records = [param._zerosync_record for param in params]
-        self.plan.drop(record for record in records if not record.bits & STEPS)
+        self.plan.drop([record for record in records if not record.bits & STEPS])
         for run in self._runs:
             run.issued = False
         for unit in self._units:
@@ -138,6 +139,7 @@ class ParameterCache:
 
     def _hold_units(self) -> None:
         """Divide the parameters of held units into runs, and assign each unit its runs."""
+        divide_anew(self.plan.records)
         held = [unit for unit in self._units if self.plan.holds_all or (unit.params and all(map(_stays, unit.records)))]
         unit_of = {param: unit for unit in held for param in unit.params}
         self._runs, self._run_of = [], {}
@@ -205,9 +207,9 @@ class ParameterCache:
     @internal
     def _issue(self, run: HeldRun) -> list[ParameterGather]:
         run.issued = True
-        missing = list(filter(zero3.is_released, run.params))
+        missing = zero3.released(run.params)
         gathers = self._scheduler.issue(missing) if missing else []
-        self.plan.claim(param._zerosync_record for param in missing)
+        self.plan.claim([param._zerosync_record for param in missing])
         return gathers
 
     # ---- around forwards, backwards and steps ----------------------------------------------------------------------
@@ -264,21 +266,27 @@ class ParameterCache:
         if held := [record for record in records if record.hold and zero3.is_gathered(record.param)]:
             self.plan.claim(held)
         free = unclaimed(records)
-        if len(free) < len(records):
+        if free != records:
             settle(records)
-        self._reshard(free, returns=True)
+        self._free(free, returns=True)
 
     def recover(self) -> None:
-        self.reshard([record for record in self.plan.records if not record.hold])
+        with zero3.as_it_is():
+            self.reshard([record for record in self.plan.records if not record.hold])
 
-    def _reshard(self, records: Iterable[Record], returns: bool = False) -> None:
+    def _reshard(self, records: Iterable[Record]) -> None:
+        with zero3.as_it_is():
+            self._free(records)
+
+    def _free(self, records: Iterable[Record], returns: bool = False) -> None:
         arrived(records)
         gathered = zero3.gathered(records)
-        reshard([record for record in gathered if record.plain], returns)
+        if plain := [record for record in gathered if record.plain]:
+            reshard(plain, returns)
         for record in gathered:
             if not record.plain:
                 record.param.partition()
 
 
 def _stays(record: Record) -> bool:
-    return record.hold or zero3.is_persistent(record.param)
+    return record.hold or record.persistent

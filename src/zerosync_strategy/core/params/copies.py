@@ -237,7 +237,7 @@ class NodeShards(Copies[torch.Tensor]):
     def keep(self, arrival: gathering.Arrival) -> None:
         """Wait on the current stream for the shards of all ranks, one row each, and keep this rank's node shards."""
         arrival.wait()
-        for param, rows in zip(arrival.params, arrival.received.split(arrival.columns, -1), strict=True):
+        for param, rows in zip(arrival.params, arrival.shards(), strict=True):
             nodes = _nodes(param)
             if nodes is not None and (values := self.to_fill(param)) is not None:
                 values.copy_(nodes.rows_of_place(rows))
@@ -264,4 +264,4 @@ def gather_node_shards(nodes: Any, shards: Mapping[Any, torch.Tensor], tag: int,
     first = next(iter(shards.values()))
     rows = nodes.empty_rows(sum(columns), first.dtype, first.device)
     torch._foreach_copy_(list(nodes.own_rows(rows).split(columns, 1)), list(shards.values()))
-    return gathering.Arrival(list(shards), columns, rows, nodes.gather_within(rows, tag, label).wait)
+    return gathering.Arrival(list(shards), [], columns, rows, nodes.gather_within(rows, tag, label).wait)

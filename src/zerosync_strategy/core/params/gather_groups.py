@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import backend_for, is_native, new_group
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import gathering, zero3
+from zerosync_strategy.core.engine import gathering, zero, zero3
 from zerosync_strategy.core.failures.gathers import GatherDigest
 
 MAX_STREAMS = 8
@@ -29,7 +29,9 @@ class GatherGroup:
         digest: of its gathers; ``None`` for a group of one rank, which gathers nothing.
         nodes: for gathers in two levels, within and between nodes; ``None``: in one level.
         is_nccl: torch's flight recorder records its gathers.
+        in_place: the backend gathers parameters where they lie.
         stream: the stream on which it gathers (U4); ``None`` on a device without streams.
+        is_tagged: gathers of different parameters do not match.
     """
 
     process_group: Any
@@ -39,12 +41,11 @@ class GatherGroup:
     digest: GatherDigest | None
     nodes: Nodes | None
     is_nccl: bool
+    in_place: bool
     stream: Any
 
-    @property
-    def is_tagged(self) -> bool:
-        """Whether gathers of different parameters do not match."""
-        return self.digest is not None and self.digest.tagged
+    def __post_init__(self) -> None:
+        self.is_tagged = self.digest is not None and self.digest.tagged
 
     def close(self) -> None:
         """Destroy what was made for the gathers."""
@@ -64,6 +65,7 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
     process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
     count = 1 if sharing == "shared" else min(len(process_groups), MAX_STREAMS)
     made = streams.make_gather_streams(count, gathering.config_of(engine).overlap_comm) or [None]
+    is_plain = zero.is_plain(zero.comm_backend())
     groups: dict[Any, GatherGroup] = {}
     for place, group in enumerate(sorted(process_groups, key=_place)):
         tagged = not (by_all_reduce or is_native(group, engine.device))
@@ -73,7 +75,8 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
         stream, members = made[place % len(made)], dist.get_process_group_ranks(group)
         separate = sharing == "own_communicator" and is_nccl and digest is not None
         communicator = new_group(members, group, engine.device, is_first=True) if separate else group
-        groups[group] = GatherGroup(group, communicator, place, str(members), digest, nodes, is_nccl, stream)
+        of_group = str(members), digest, nodes, is_nccl, is_plain and not tagged, stream
+        groups[group] = GatherGroup(group, communicator, place, *of_group)
     return groups
 
 

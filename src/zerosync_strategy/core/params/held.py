@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.parameter import Record, claim, drop
 from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW, Claim
 from zerosync_strategy.core.params.copies import fitting
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -165,23 +165,20 @@ class HoldPlan:
 
     def claim(self, records: Iterable[Record]) -> None:
         """Claim ``records``, which are unsharded or about to be gathered, until the step."""
-        for record in records:
-            if not record.bits & WINDOW:
-                record.claim(Claim.WINDOW)
-                if not zero3.is_persistent(record.param):
-                    self.held_bytes += zero3.full_bytes(record.param)
-                    for copies in self._copies:
-                        copies.free((record.param,))
+        new = [record for record in records if not record.bits & WINDOW]
+        claim(new, Claim.WINDOW)
+        for record in new:
+            self.held_bytes += record.nbytes
+        for copies in self._copies:
+            copies.free([record.param for record in new if not record.persistent])
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def drop(self, records: Iterable[Record]) -> None:
-        for record in records:
-            if record.bits & WINDOW and not zero3.is_persistent(record.param):
-                self.held_bytes -= zero3.full_bytes(record.param)
+        held = [record for record in records if record.bits & (WINDOW | STEPS)]
+        for record in held:
             if record.bits & WINDOW:
-                record.drop(Claim.WINDOW)
-            if record.bits & STEPS:
-                record.drop(Claim.STEPS)
+                self.held_bytes -= record.nbytes
+        drop(held, WINDOW | STEPS)
 
     def held(self, claim: Claim = Claim.WINDOW) -> list[Record]:
         bit = claim.value
@@ -202,8 +199,7 @@ class HoldPlan:
     def reset_counts(self) -> None:
         for copies in self._copies:
             copies.reset_counts()
-        gathered = filter(lambda record: zero3.is_gathered(record.param), self.constants())
-        self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
+        self._persisting = {record for record in zero3.gathered(self.constants()) if record.persistent}
 
     def gathers_in(self, record: Record) -> tuple[int, int]:
         """Return how often the window of the last step had to gather a parameter, from any rank and from other nodes.
@@ -213,7 +209,7 @@ class HoldPlan:
         host, shards, param, asked = self.host, self.node_shards, record.param, record.gathers
         if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):
             return 0, 0
-        if zero3.is_persistent(param):  # DeepSpeed's own step gathers it
+        if record.persistent:  # DeepSpeed's own step gathers it
             return 1, 1
         if record.hold or (host is not None and host.keeps(param)):
             return min(1, asked), min(1, asked)

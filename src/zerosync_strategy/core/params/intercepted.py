@@ -119,9 +119,11 @@ class Alias(_Sharded, torch.Tensor):
         param = self.zerosync_param
         if not zero3.is_gathered(param):
             return super().__reduce_ex__(protocol)
-        record_of(param).owner.join((record_of(param),))  # as after an evaluation, until the next forward
+        record = record_of(param)
+        record.owner.join((record,))  # as after an evaluation, until the next forward
         with zero3.as_it_is():
-            return param.data.__reduce_ex__(protocol)
+            saved = param.data if record.unit is None else param.data.clone()  # alone, without its unit's storage
+            return saved.__reduce_ex__(protocol)
 
 
 class Entry(StateEntry, Alias):
@@ -303,13 +305,20 @@ class _Operation:
         """Return what the program gets for ``computed``."""
         if type(computed) is not torch.Tensor or computed.layout is not torch.strided or is_transformed(computed):
             return computed
-        storage = computed.untyped_storage()._cdata
         for given, plain, memory, _ in self._operands.values():
             if computed is plain:
                 return given
-            if storage == memory.full.untyped_storage()._cdata:
+            if _lies_in(computed, memory.full):
                 return unsharded(computed, memory)
         return computed
+
+
+def _lies_in(view: torch.Tensor, full: torch.Tensor) -> bool:
+    """Return whether ``view`` begins in the memory of ``full``, whose storage may have other parameters, too."""
+    if view.untyped_storage()._cdata != full.untyped_storage()._cdata:
+        return False
+    begin, of_view = (each.storage_offset() * each.element_size() for each in (full, view))
+    return begin <= of_view < begin + max(full.nbytes, 1)
 
 
 def read_in_transforms() -> None:

@@ -18,14 +18,19 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import Record, settle
+from zerosync_strategy.core.engine.parameter import Record, arrive, settle
+from zerosync_strategy.core.engine.storage import memory_of
 from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.gathers import GatherActivity
-from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.failures.rank_status import Activity, rank_status
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
 
 _NOWHERE = nullcontext()
+
+
+def _nothing() -> None:
+    """Wait for nothing more."""
 
 
 class UnshardedBytes:
@@ -49,8 +54,9 @@ class UnshardedBytes:
         """Count bytes that are being gathered; a negative number counts bytes that are resharded."""
         if self.watch is not None and nbytes > 0:
             self.watch()
-        self._now = self.now + nbytes
-        self.peak = max(self.peak, self._now)
+        now = self._now = (self.now if self._freed else self._now) + nbytes
+        if now > self.peak:
+            self.peak = now
 
     def free_with(self, tensor: torch.Tensor, nbytes: int) -> None:
         """Subtract ``nbytes``, which were added before, when the memory of ``tensor`` is freed."""
@@ -92,7 +98,7 @@ class GatherCount:
 
     def issued(self) -> None:
         """Attribute a gather to the only engine of this module; with several, their gradients tell which one it was."""
-        if len(self.counters) == 1 and not self.counters[0].is_alone:
+        if self.counters and not self.counters[1:] and not self.counters[0].is_alone:
             self.counters[0].attribute()
 
     @contextmanager
@@ -146,6 +152,10 @@ class Issuing:
         """Issue a gather of ``group`` on its stream; if the caller ``reads``, on the current stream."""
         return _NOWHERE if reads or group.stream is None else self.streams.on_gather_stream(group.stream)
 
+    def waiting_for(self, group: GatherGroup) -> Callable[[], None]:
+        """Return a function that makes the current stream wait for what the stream of ``group`` does (U2)."""
+        return partial(self.streams.caller_waits_for, [group.stream])
+
     @contextmanager
     def gathering(self, group: GatherGroup, params: list[Any], noted: bool = False) -> Iterator[int]:
         """Around the issue of the gather of ``params``, all of one group; yields its tag.
@@ -159,6 +169,20 @@ class Issuing:
         with by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield tag
         self.issued(group, activity, noted)
+
+    def memory_of(
+        self, group: GatherGroup, records: Sequence[Record], gathered: Sequence[Record] = ()
+    ) -> list[torch.Tensor]:
+        """Return the memory of the values of ``records``, of the current stream, for a gather of ``group`` to fill.
+
+        Earlier work of the stream may still use it (L2).
+        """
+        if not records:
+            return []
+        rows = memory_of(records, self.streams.caller, gathered)
+        if group.stream is not None:
+            self.streams.gathers_wait_for_caller(group.stream)
+        return rows
 
     def begin(self, group: GatherGroup, ids: tuple[int, ...], digested: bytes) -> int:
         """Prepare the gather of these parameters and return its tag. ``digested``: the ids as bytes."""
@@ -183,16 +207,17 @@ class Issuing:
         return GatherActivity(self.names, zero3.param_ids(params), group.ranks, reader)
 
 
-class ParameterGather(InFlight):
+class ParameterGather:
     """A gather of parameters of one process group. A stream that waits for it waits for no other gather (U2).
 
-    The first stream that waits sets the values of the parameters, in memory of its own.
+    The first stream that waits sets the values of the parameters.
 
     Args:
         activity: what a waiting rank does.
         wait: waits for the message.
-        land: sets the values of the parameters, on the stream that waits first.
-        room: returns memory for ``land`` to take; ``None``: it takes none.
+        land: sets the values of the parameters, on the stream that waits first, which it takes; ``None``: they lie in
+            their storages.
+        packed: the records of parameters whose values the gather has received in memory of its own.
         keeps: the host cache may copy the values.
 
     Attributes:
@@ -201,84 +226,94 @@ class ParameterGather(InFlight):
     """
 
     def __init__(
-        self, issuing: Issuing, group: GatherGroup, params: Sequence[Any], activity: GatherActivity,
-        wait: Callable[[], object], land: Callable[..., None], room: Callable[[], object] | None, keeps: bool = True,
+        self, issuing: Issuing, group: GatherGroup, records: Sequence[Record], activity: GatherActivity,
+        wait: Callable[[], object], land: Callable[[Any], None] | None, packed: Sequence[Record], keeps: bool = True,
     ) -> None:  # fmt: skip
-        super().__init__((), wait)
+        self._wait, self.is_done = wait, False
+        self._error: Exception | None = None
         self._gather_streams, self._status, self._host = issuing.streams, issuing.status, issuing.host
         self._stream, self._is_tagged, self.event = group.stream, group.is_tagged, None
-        self._params, self._activity, self._land, self._room, self._keeps = params, activity, land, room, keeps
+        self._records, self._activity, self._land, self._packed, self._keeps = records, activity, land, packed, keeps
+        self._has_copies = issuing.host is not None or issuing.node_shards is not None
         self.users: list[Any] = []
-        self._owner: Any = None  # the stream of the values' memory, if it is not the first user
         nbytes = 0
-        for param in params:
-            record = param._zerosync_record
+        for record in records:
             record.gather = self
             if group.digest is not None:
                 record.counted = record.nbytes
                 nbytes += record.nbytes
         issuing.unsharded.add(nbytes)
 
-    def wait(self, *_: Any, **__: Any) -> None:
+    def wait(self) -> None:
         """Make the current stream wait for this gather; on a device without streams, make the host wait.
 
-        Raise ``RankError`` if other ranks did not take part in it.
+        Raise ``RankError`` if other ranks did not take part in it, and whenever it is waited for again.
         """
         if self.is_done:
             if self.event is not None:
                 self._gather_streams.wait_for_unshard(self.event)
             return
-        with self._status.activity(self._activity), zero3.as_it_is():
-            super().wait()
-            if self._stream is not None:
-                self._gather_streams.caller_waits_for([self._stream])  # for its copies, too (U2)
+        self._arrive()
+        if self._stream is not None:
+            self.users.append(self._gather_streams.caller)
+            self._gather_streams.keep_for_caller(self._memory())
+
+    def _arrive(self) -> None:
+        streams = self._gather_streams
+        if self._error is not None:
+            raise self._error
+        with Activity(self._status, self._activity), zero3.as_it_is():
             try:
-                self._land()
+                self._wait()
+            except Exception as error:
+                self._error = error
+                raise
+            try:
+                if self._land is None:
+                    arrive(self._records)
+                else:
+                    self._land(streams.caller)
             except BaseException:  # as when out of memory: the next wait lands it
-                self.is_done = False
+                self._wait = _nothing
                 if self._stream is not None:
-                    self._gather_streams.record_landing(self._stream)
+                    streams.record_landing(self._stream)
                 raise
             if self._stream is not None:
-                self.users.append(self._gather_streams.caller)
-                self.event = self._gather_streams.record_landing(self._stream)
-            del self._land, self._room
+                follows = self._packed or self._has_copies  # the stream of the gather, which reads or frees
+                self.event = streams.record_landing(self._stream) if follows else streams.record_arrival()
+            self.is_done = True
+            del self._wait, self._land, self._packed
             if self._host is not None and self._keeps:
                 self._keep(self._host)
-        settle([param._zerosync_record for param in self._params])
+        settle(self._records)
 
     def land_behind(self) -> None:
         """Set the values behind the message on the stream that gathers, so that what was received is freed there.
 
         They are in memory of the current stream, which may still be used by its earlier work (L2).
         """
-        if self.is_done or self._room is None:
+        if self.is_done or not self._packed:
             return
         if self._stream is None:  # the host would wait, but where it has all at once
             if not self._is_tagged:
                 self.wait()
             return
-        with zero3.as_it_is():
-            self._land = partial(self._land, self._room())
-        self._owner = self._gather_streams.caller
+        memory_of(self._packed, self._gather_streams.caller)
         self._gather_streams.gathers_wait_for_caller(self._stream)
         with self._gather_streams.on_gather_stream(self._stream):
-            self.wait()
-        self.users = []  # each waits for the event
-
-    def _wait(self) -> None:
-        self._finish()  # `wait` has entered the activity
+            self._arrive()
 
     def _keep(self, host: HostCache) -> None:
         """Let ``host`` copy the values behind the event. Only streams that may write to them wait for the copy."""
+        params = [record.param for record in self._records]
         if self._stream is None:
-            host.keep(self._params)
+            host.keep(params)
             return
-        for param in self._params:
+        for param in params:
             self._gather_streams.record_stream_for_gathers(param.data, self._stream)
         with self._gather_streams.on_gather_stream(self._stream):
-            host.keep(self._params)
-        if any(param._zerosync_record.watched for param in self._params):
+            host.keep(params)
+        if any(record.watched for record in self._records):
             self.event = self._gather_streams.record_unshard(self._stream)
             self._gather_streams.wait_for_unshard(self.event)  # a writer of the values waits for their copy (U2)
 
@@ -290,11 +325,18 @@ class ParameterGather(InFlight):
     def join(self) -> None:
         """Add the current stream to the users of the parameters, which are unsharded (U2, L2)."""
         if self.event is not None:
-            self._gather_streams.share_unshard(self.event, self.users, self._memory, self._owner)
+            self._gather_streams.share_unshard(self.event, self.users, self._memory)
 
-    def _memory(self) -> list[torch.Tensor]:
+    def _memory(self) -> list[tuple[torch.Tensor, Any]]:
+        """Return a tensor of each storage in which the values are, and the stream that has allocated it."""
+        found = {}
         with zero3.as_it_is():
-            return [param.data for param in self._params if zero3.is_gathered(param)]
+            for record in zero3.gathered(self._records):
+                in_storage = record.is_in_storage
+                found[record.storage if in_storage else record] = (
+                    (record.rows, record.storage.owner) if in_storage else (record.param.data, None)
+                )
+        return list(found.values())
 
 
 def tagged_all_gather(group: GatherGroup, tag: int) -> gathering.FlatAllGather:

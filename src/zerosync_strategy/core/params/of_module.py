@@ -51,6 +51,7 @@ class ModuleParameters:
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
         self.scheduler = GatherScheduler(engine, streams, messages, groups, host, node_shards)
+        self.units.gather_together()
         budget, automatic = config.parameters.device, config.parameters.automatic
         plan = HoldPlan(self.scheduler, budget, automatic, is_constant)
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)

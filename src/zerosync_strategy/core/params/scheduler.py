@@ -141,6 +141,9 @@ class GatherScheduler:
             released = [param for param in released if not gathering.gather_empty(param)]
         for part in self._turn(released) if released else ():
             self.issuing.count.add(part.params)
+            if not self._nearer:
+                self._shards.issue(part, issued)
+                continue
             for source in self._nearer:
                 source.issue(part, issued)
                 if not (left := zero3.released(part.params)):
@@ -153,11 +156,11 @@ class GatherScheduler:
     def _turn(self, params: Sequence[Any]) -> list[Part]:
         """Return ``params`` by process group, in the order of gathers. Cached, because units are gathered often."""
         ids = zero3.param_ids(params)
-        found = self._turns.get(ids)
-        if found is None:
-            if len(self._turns) == REMEMBERED:
-                self._turns.clear()
-            found = self._turns[ids] = [self._shards.part(*of_group) for of_group in self.in_order(params)]
+        if ids in self._turns:
+            return self._turns[ids]
+        if len(self._turns) == REMEMBERED:
+            self._turns.clear()
+        found = self._turns[ids] = [self._shards.part(*of_group) for of_group in self.in_order(params)]
         return found
 
     def in_order(self, params: Iterable[Any]) -> Iterator[tuple[GatherGroup, list[Any]]]:

@@ -14,13 +14,14 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.parameter import unshard
+from zerosync_strategy.core.engine.parameter import record_of, unshard
 from zerosync_strategy.core.failures.gathers import GatherActivity
 from zerosync_strategy.core.params.copies import gather_node_shards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, tagged_all_gather
 
 _Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with its activity
+_Messages = list[tuple[gathering.Message, GatherActivity]]
 
 
 class Part:
@@ -32,7 +33,7 @@ class Part:
     """
 
     def __init__(
-        self, group: GatherGroup, params: list[Any], messages: list[tuple[gathering.Message, GatherActivity]] | None,
+        self, group: GatherGroup, params: list[Any], messages: _Messages | None,
         activity: GatherActivity,
     ) -> None:  # fmt: skip
         self.group, self.params, self.messages, self.activity = group, params, messages, activity
@@ -56,9 +57,9 @@ class Source(ABC):
     def issue(self, part: Part, issued: list[ParameterGather]) -> None:
         """Issue the gathers of the parameters of ``part`` that this source has."""
         for arrival, activity in self._send(part, False):
-            unshard([param._zerosync_record for param in arrival.params])
-            common = (self._issuing, part.group, arrival.params, activity, arrival.wait)
-            issued.append(ParameterGather(*common, arrival.land, arrival.room))
+            unshard(records := list(map(record_of, arrival.params)))
+            common = (self._issuing, part.group, records, activity, arrival.wait)
+            issued.append(ParameterGather(*common, arrival.land, arrival.packed))
 
     def values(self, part: Part) -> dict[Any, torch.Tensor]:
         """Return the values of the parameters of ``part`` that this source has, in memory of the caller's own."""
@@ -78,8 +79,10 @@ class HostCopies(Source):
             return
         values = {param: full for param in part.params if (full := host.get(param)) is not None}
         for members in _by_dtype(values, zero3.shard_dtype):
+            rows = self._issuing.memory_of(group, list(map(record_of, members)))
+            of_dtype, wait = {param: values[param] for param in members}, self._issuing.waiting_for(group)
             with self._issuing.on(group), phase("load", members[0]._zerosync_record.name):
-                arrival = gathering.from_host({param: values[param] for param in members})
+                arrival = gathering.from_host(of_dtype, rows, wait)
             yield arrival, self._issuing.activity(group, members)
         host.count_loaded(values)
 
@@ -111,7 +114,7 @@ class AllShards(Source):
 
     def __init__(self, issuing: Issuing, engine: Any) -> None:
         super().__init__(issuing)
-        self._all_gather = gathering.flat_all_gather()
+        self._all_gather = gathering.backends_all_gather()
         self._gathers_plainly = gathering.gathers_plainly(engine)
 
     def is_plain(self, param: Any) -> bool:
@@ -123,37 +126,64 @@ class AllShards(Source):
         self, group: GatherGroup, params: list[Any], dtype_of: Callable[[Any], torch.dtype] = zero3.gather_dtype,
         reader: str = "",
     ) -> Part:  # fmt: skip
-        activity, messages = self._issuing.activity, None
+        activity, messages, over = self._issuing.activity, None, (group.communicator, group.in_place)
         if all(map(self.is_plain, params)):
             messages = [
-                (gathering.Message(members, dtype_of(members[0]), group.communicator), activity(group, members, reader))
+                (gathering.Message(members, dtype_of(members[0]), *over), activity(group, members, reader))
                 for members in _by_dtype(params, dtype_of)
             ]
         return Part(group, params, messages, activity(group, params, reader))
 
     def _send(self, part: Part, reads: bool) -> _Sent:
-        group, issuing = part.group, self._issuing
-        tag = issuing.begin(group, part.activity.ids, part.digested)
-        all_gather = self._all_gather if not group.is_tagged else tagged_all_gather(group, tag)
+        assert reads and part.messages is not None
+        all_gather = self._opened(part)
         with phase("gather", part.name):
-            for message, activity in part.messages or ():
-                with issuing.on(group, reads):
-                    arrival = message.send(all_gather)
-                if issuing.node_shards is not None and not reads:
-                    arrival = arrival._replace(wait=partial(issuing.node_shards.keep, arrival))
-                yield arrival, activity
-        issuing.issued(group, part.activity, communicator=group.communicator)
+            for message, activity in part.messages:
+                yield message.send(all_gather, message.new_rows()), activity
+        self._issuing.issued(part.group, part.activity, communicator=part.group.communicator)
+
+    def _opened(self, part: Part) -> gathering.AllGather:
+        """Return what gathers the messages of ``part``, which are sent next."""
+        tag = self._issuing.begin(part.group, part.activity.ids, part.digested)
+        return gathering.one_by_one(tagged_all_gather(part.group, tag)) if part.group.is_tagged else self._all_gather
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> None:
-        if part.messages is not None:
-            super().issue(part, issued)
-            return
+        if part.messages is None:
+            self._issue_by_deepspeed(part, issued)
+        elif torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            with phase("gather", part.name):
+                self._issue(part, part.messages, issued)
+        else:
+            self._issue(part, part.messages, issued)
+
+    def _issue(self, part: Part, messages: _Messages, issued: list[ParameterGather]) -> None:
+        group, issuing = part.group, self._issuing
+        all_gather = self._opened(part)
+        for message, activity in messages:
+            records = message.records
+            rows = issuing.memory_of(group, records[: message.placed], records) if message.placed else []
+            if group.stream is None:
+                arrival = message.send(all_gather, rows)
+            else:
+                with issuing.on(group):
+                    arrival = message.send(all_gather, rows)
+            wait, land = arrival.wait, None
+            if issuing.node_shards is not None:
+                wait = partial(issuing.node_shards.keep, arrival)
+            if message.placed < len(records):
+                land = arrival.land
+            unshard(records)
+            packed = records[message.placed :]
+            issued.append(ParameterGather(issuing, group, records, activity, wait, land, packed))
+        issuing.issued(group, part.activity, communicator=group.communicator)
+
+    def _issue_by_deepspeed(self, part: Part, issued: list[ParameterGather]) -> None:
         group, issuing = part.group, self._issuing
         with issuing.gathering(group, part.params):
             with issuing.on(group):
                 arrive = gathering.by_deepspeed(part.params)
-            gather = ParameterGather(issuing, group, part.params, part.activity, lambda: None, arrive, None, False)
-            issued.append(gather)
+            common = (issuing, group, list(map(record_of, part.params)), part.activity, issuing.waiting_for(group))
+            issued.append(ParameterGather(*common, arrive, (), keeps=False))
 
     def values(self, part: Part) -> dict[Any, torch.Tensor]:
         if part.messages is not None:
@@ -165,7 +195,7 @@ class AllShards(Source):
         """Unshard the parameters of ``part`` into memory that is not reused."""
         if part.messages is None:
             with self._issuing.gathering(part.group, part.params):
-                gathering.by_deepspeed(part.params, returns=False)()
+                gathering.by_deepspeed(part.params, returns=False)(self._issuing.streams.caller)
             return
         with zero3.as_it_is():
             for param, full in self.values(part).items():

@@ -92,6 +92,7 @@ class UnitHooks:
         self._root, self._units = engine.module, units
         self._scheduler, self._cache = scheduler, cache
         self._streams = scheduler.issuing.streams
+        self._has_streams = bool(scheduler.issuing.gather_streams)
         config = gathering.config_of(engine)
         self._ahead_numel = config.prefetch_bucket_size
         self._live_numel, self._reuse_numel = config.max_live_parameters, config.max_reuse_distance
@@ -156,7 +157,7 @@ class UnitHooks:
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended its forward
-        call, repeats = self._calls.pop(), in_backward()
+        call, repeats = self._calls.pop(), torch._C._current_graph_task_id() != -1
         call.end(self._count)
         self._scheduler.order.ends(unit)
         if unit.held is not None or self._cache.infers:
@@ -273,13 +274,15 @@ class UnitHooks:
     @internal
     def _fetch(self, unit: Unit) -> None:
         """Unshard ``unit``, make the current stream wait for it, and gather the next units ahead."""
-        passes = self._backwards if in_backward() else self._forwards
+        passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
         passes.comes(unit)
         self._expected.pop(unit, None)
         if not zero3.all_gathered(unit.params):
-            self._issue(unit.params)
+            if zero3.any_released(unit.params):
+                self._issue(unit.params)
             arrived(unit.records)
-        self._scheduler.join(unit.records)
+        if self._has_streams:
+            self._scheduler.join(unit.records)
         unit.claim()
         self._gather_ahead(unit, passes)
 
@@ -328,24 +331,21 @@ class UnitHooks:
                 del self._expected[unit]
                 if unit.is_claimed:
                     self._leave_unused(unit)
-                elif not self._is_used(unit):
+                elif not (unit.runs or unit.tasks or unit in self._kept or unit in self._lent):
                     self._reshard(unit.records)
 
-    def _is_used(self, unit: Unit) -> bool:
-        return bool(unit.runs or unit.tasks or unit in self._kept or unit in self._lent)
-
     def _leave_unused(self, unit: Unit) -> None:
-        if not unit.is_claimed or self._is_used(unit):
+        if not unit.is_claimed or unit.runs or unit.tasks or unit in self._kept or unit in self._lent:
             return
-        stay = self._expected.get(unit)
-        if stay is None:
+        if unit not in self._expected:
             self._reshard(unit.let_go())
-        elif stay.at_rest:
+        elif self._expected[unit].at_rest:
             settle(unit.let_go())  # at rest: readers treat it as sharded
 
     @internal
     def _reshard(self, records: list[Record]) -> None:
-        self._scheduler.join(records)  # on any stream
+        if self._has_streams:
+            self._scheduler.join(records)  # on any stream
         self._cache.reshard(records)
 
     def _leave_tasks(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -57,27 +57,24 @@ class UnitOrder:
         """Around a forward of the model. A forward without gradients does not count."""
         return replaced(self, "_counts", self._counts and torch.is_grad_enabled())
 
-    @property
-    def _notes_forwards(self) -> bool:
-        return self._counts and torch._C._current_graph_task_id() == -1
-
     def begins(self, unit: Unit) -> None:
-        if not self._notes_forwards:
+        if not self._counts or torch._C._current_graph_task_id() != -1:
             return
         if self._is_over or self._calls == LONGEST:
             self._calls, self._is_over = 0, False
             for of_last in (self._began, self._ended, self._read):
                 of_last.clear()
         self._calls += 1
-        self._began.setdefault(unit, self._calls)
+        if unit not in self._began:
+            self._began[unit] = self._calls
 
     def ends(self, unit: Unit) -> None:
-        if self._notes_forwards:
-            self._ended.setdefault(unit, []).append(self._calls)
+        if self._counts and torch._C._current_graph_task_id() == -1:
+            self._ended[unit] = [*self._ended[unit], self._calls] if unit in self._ended else [self._calls]
 
     def reads(self, param: Any) -> None:
         """Record that ``param`` is read outside of the units that gather it."""
-        if self._notes_forwards and not self._is_over:
+        if self._counts and torch._C._current_graph_task_id() == -1 and not self._is_over:
             self._read.setdefault(param, self._calls)
 
     # ---- in a backward ---------------------------------------------------------------------------------------------
@@ -91,8 +88,9 @@ class UnitOrder:
         """Return the number of the call that used each parameter first, by the parameter's ``id``."""
         first = {id(param): number for param, number in self._read.items()}
         for unit, number in self._began.items():
-            for param in unit.params:
-                first[id(param)] = min(number, first.get(id(param), END))
+            for param in unit.addresses:
+                if param not in first or number < first[param]:
+                    first[param] = number
         return first
 
     def comes_to(self, unit: Unit) -> int:
@@ -158,11 +156,12 @@ class Passes:
         self._following: Pass | None = None  # the pass likely to follow the last
         self._expected: Pass | None = None  # the pass that this one has matched so far
         self._now: list[Unit] = []
+        self._place = 0  # how many there are now
 
     def comes(self, unit: Unit) -> None:
-        place = len(self._now)
-        self._now.append(unit)
-        expected = self._expected
+        place, expected = self._place, self._expected
+        self._now += (unit,)
+        self._place += 1
         if expected is None and place:
             return
         if expected is None or place >= len(expected.units) or expected.units[place] is not unit:
@@ -179,14 +178,13 @@ class Passes:
         repeats = not torch.is_grad_enabled() and self._now[:1] == [unit]
         return repeats or len(self._now) >= LONGEST
 
-    def ahead(self) -> Iterator[Unit]:
-        """Yield the units expected to follow."""
-        if self._expected is not None:
-            yield from itertools.islice(self._expected.units, len(self._now), None)
+    def ahead(self) -> Iterable[Unit]:
+        """Return the units expected to follow."""
+        return () if self._expected is None else itertools.islice(self._expected.units, self._place, None)
 
     def distances(self, unit: Unit) -> tuple[float, float]:
         """Return the distances from here to the next call of ``unit`` and to the end; infinite if unexpected."""
-        return _UNEXPECTED if self._expected is None else self._expected.distances(unit, len(self._now))
+        return _UNEXPECTED if self._expected is None else self._expected.distances(unit, self._place)
 
     def start(self, unit: Unit) -> float:
         """Return the distance from the start of the next pass to ``unit``; the running pass is not the next."""
@@ -207,4 +205,4 @@ class Passes:
             self._before = self._known[0]
         self._known = [this, *(known for known in self._known if known is not this)][:REMEMBERED]
         self._following = this.following(self._before) or this
-        self._expected, self._now = None, []
+        self._expected, self._now, self._place = None, [], 0

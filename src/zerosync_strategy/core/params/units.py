@@ -62,6 +62,10 @@ class Unit:
         return self  # for a copied module (unit_hooks.py)
 
     @cached_property
+    def addresses(self) -> list[int]:
+        return list(map(id, self.params))
+
+    @cached_property
     def records(self) -> list[Record]:
         return [param._zerosync_record for param in self.params]
 
@@ -152,6 +156,13 @@ class Units:
         found = [unit.module for unit in self.every if id(unit.module) in wholes]
         self.counts = Counter(type(each).__name__ for each in found)
         self.most_bytes = max((_sum(zero3.full_bytes, each) for each in found), default=0)
+
+    def gather_together(self) -> None:
+        """Let the parameters of a unit, but those of several units, share a storage. They have records by now."""
+        count = Counter(record for unit in self.every for record in unit.records)
+        for unit in self.every:
+            for record in unit.records:
+                record.unit = unit if count[record] == 1 else None
 
 
 def _every(root: nn.Module, wholes: Collection[int]) -> Iterator[Unit]:

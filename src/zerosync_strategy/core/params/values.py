@@ -60,10 +60,14 @@ class ParameterValues:
     def begin_step(self, params: Iterable[Any]) -> None:
         """Until :meth:`written`, the shards of ``params`` already contain what was written to their gathered values."""
         self._in_shards = frozenset(map(record_of, params))
+        for record in self._in_shards:
+            record.in_shards = True
 
     def written(self, by_step: bool) -> None:
         self._steps += by_step
         self._hooks.saved_tensors.stepped(self._steps)
+        for record in self._in_shards:
+            record.in_shards = False
         self._in_shards = frozenset()
         if by_step and self._steps == WATCHED_STEPS:
             self._ask_device()
@@ -82,7 +86,7 @@ class ParameterValues:
 
     def resharding(self, record: Record) -> None:
         """Carry writes to the gathered values over to the shards, unless the shards are newer."""
-        if record in self._in_shards:
+        if record.in_shards:
             record.forget_changes()
         elif record.stays:
             record.forget_changes()
@@ -147,7 +151,7 @@ class ParameterValues:
                     f" 'eager_frames': false does not let it be. {REMEDY}"
                 )
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
-                stays = zero3.is_gathered(param) and not record.is_in_own_memory  # that memory may be freed
+                stays = zero3.is_gathered(param) and not record.is_in_storage  # its bytes may be freed
                 full = param.data if stays else self.scheduler.unshard(param)
             found = reads[param] = Memory(self, param, full.data)  # no view: a program may write what has gradients
             while sum(map(zero3.full_numel, reads)) > self.scheduler.prefetched_numel:
