@@ -234,7 +234,7 @@ def run(what: str, size: str, stage: int, folder: Path, ranks: int) -> str:
     for each in started:
         out, error = each.communicate(timeout=900)
         if each.returncode:
-            raise SystemExit(error[-3000:])
+            raise SystemExit(f"{what} of {size} on ZeRO-{stage}, {ranks} ranks:\n{error[-3000:]}")
         rows += "".join(line + "\n" for line in (out or "").splitlines() if line.startswith("| "))
     return rows
 
@@ -255,6 +255,8 @@ def main() -> None:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
         RUNS[options.rank](options.sizes[0], options.stages[0], options.folder)
+        dist.barrier()
+        dist.destroy_process_group()
         return
     text = ""
     for size in options.sizes:
