@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.checkpoints.dcp import Reader
+from zerosync_strategy.core.checkpoints.dcp import Reader, text_of
 from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.checkpoints.pieces import Content, Key, Piece
 from zerosync_strategy.core.engine import engine_state, zero, zero3
@@ -182,8 +182,14 @@ class Contents:
     def _examine_states(self, reader: Reader, strict: bool) -> None:
         there = {name for options in _saved_groups(reader).values() for name in options["params"]}
         here = {self._names[param] for params in self._groups() for param in params}
+        alone = "Load its weights alone: load_optimizer_states=False"
         if not there:
-            raise DamageError("it has no optimizer states. Load its weights alone: load_optimizer_states=False")
+            raise DamageError(
+                f"it has no optimizer states, as get_state_dict() returns them without options of its own. {alone}"
+            )
+        for key in reader.stored:
+            if key[0] == "optimizer" and len(key) > 4:
+                raise DamageError(f"its {text_of(key)!r} is part of a nested state, which is not read. {alone}")
         if strict and here != there:
             missing, unknown = sorted(here - there), sorted(there - here)
             how = "load_module_strict=False (missing ones then begin anew), or load_optimizer_states=False"
