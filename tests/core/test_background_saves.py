@@ -191,6 +191,31 @@ def test_a_rank_whose_disk_hangs_is_named(tmp_path: Path) -> None:
     run_ranks(run)
 
 
+def test_what_the_program_does_before_the_end_of_a_save(tmp_path: Path) -> None:
+    """It changes what the module has beside tensors, and its directory, and ends its process group."""
+
+    def slowly(write: Callable[..., Any], *arguments: Any) -> Any:
+        until(lambda: not torch.distributed.is_initialized())
+        time.sleep(0.3)
+        return write(*arguments)
+
+    def run() -> None:
+        engine, noted = make_engine(3), {"steps": [1]}
+        engine.module.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({"noted": noted}))
+        attach(engine, **OPTIONS)
+        os.chdir(tmp_path)
+        with writing(slowly):
+            engine.save_checkpoint("run", tag="one")
+            noted["steps"].append(2)
+            os.chdir("/")
+            torch.distributed.destroy_process_group()
+            engine.zerosync.wait_for_save()
+
+    run_ranks(run)
+    assert (tmp_path / "run" / "latest").read_text() == "one"
+    assert dcp.Reader(tmp_path / "run" / "one").object(("model", "noted")) == {"steps": [1]}
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped": (lambda tag: _flip(tag / "__1_0.distcp"), "rank 1: __1_0.distcp has another checksum than when it was"),
     "torn": (lambda tag: os.truncate(tag / "__1_0.distcp", 100), "__1_0.distcp has 100 bytes and had"),

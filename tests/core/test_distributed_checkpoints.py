@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.core.test_checkpoints import error_of
 from tests.core.test_fp16 import device
 from tests.core.test_whole_checkpoints import adafactor, mixed
 from tests.harness.engines import make_engine, rank
@@ -68,6 +69,7 @@ OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
     "mixed": mixed,
     "adafactor": adafactor,
     "noted": noted,
+    "compiled": Net.optimizer,
 }
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
@@ -84,6 +86,7 @@ Run = tuple[int, int, dict[str, Any]]
         ("mixed", (1, 2, BF16), (3, 3, BF16)),
         ("adafactor", (3, 3, {}), (2, 2, {})),
         ("noted", (2, 1, {}), (3, 2, {})),
+        ("compiled", (2, 2, {}), (3, 1, {})),
     ],
 )
 def test_all_that_a_checkpoint_has_is_loaded(name: str, first: Run, second: Run, tmp_path: Path) -> None:
@@ -92,7 +95,8 @@ def test_all_that_a_checkpoint_has_is_loaded(name: str, first: Run, second: Run,
     def run(stage: int, config: dict[str, Any], number: int) -> dict[str, torch.Tensor]:
         with device() if "fp16" in config else contextlib.nullcontext():
             net = started(Net()) if number == 0 else Net()
-            engine = make_engine(net, OPTIMIZERS[name](net), stage, {"sub_group_size": 50}, **config)
+            model = torch.compile(net, backend="eager") if name == "compiled" else net
+            engine = make_engine(model, OPTIMIZERS[name](net), stage, {"sub_group_size": 50}, **config)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer.optimizer, 0.9)
             engine.lr_scheduler = scheduler
             attach(engine, **DISTRIBUTED)
@@ -105,7 +109,7 @@ def test_all_that_a_checkpoint_has_is_loaded(name: str, first: Run, second: Run,
                 engine.load_checkpoint(tmp_path, tag="0")
             assert scheduler.last_epoch == 3
             engine.save_checkpoint(tmp_path, tag=str(number))
-            return full_parameters(engine.module)
+            return full_parameters(net)
 
     (before, *_) = run_ranks(run, first[0], first[2], 0, world_size=first[1])
     (after, *_) = run_ranks(run, second[0], second[2], 1, world_size=second[1])
@@ -168,3 +172,63 @@ def test_layers_that_were_stepped_in_other_steps(stages: tuple[int, int], tmp_pa
     for run, expected in enumerate(oracle):
         for ended in run_ranks(train, run, world_size=run + 2):
             assert distance(ended, expected) == 0.0, run
+
+
+def test_another_number_of_backwards(tmp_path: Path) -> None:
+    """For the same global batch, on fewer ranks; a load in the middle of accumulation begins anew."""
+
+    def train(ranks: int, steps: range) -> dict[str, torch.Tensor]:
+        backwards = 4 // ranks
+        engine = make_engine(net := Net(), net.optimizer(), 2, gradient_accumulation_steps=backwards)
+        attach(engine, **DISTRIBUTED)
+        if steps.start:
+            engine.backward(engine(batch(9, 0, 0)))
+            engine.step()
+            engine.load_checkpoint(tmp_path)
+        for step in steps:
+            for backward in range(backwards):
+                engine.backward(engine(batch(step, backward * ranks + rank(), 0)))
+                engine.step()
+            assert engine.global_steps == step + 1
+        engine.save_checkpoint(tmp_path)
+        return full_parameters(engine.module)
+
+    def plain() -> dict[str, torch.Tensor]:
+        oracle = Oracle(net := Net(), net.optimizer(), 1)
+        for step in range(5):
+            for backward in range(4):
+                oracle.backward(lambda _, step=step, backward=backward: net(batch(step, backward, 0)) / 4)
+            oracle.step()
+        return full_parameters(net)
+
+    run_ranks(train, 2, range(3))
+    (ended,), (expected,) = run_ranks(train, 1, range(3, 5), world_size=1), run_ranks(plain, world_size=1)
+    assert distance(ended, expected) == 0.0
+
+
+def test_where_a_tag_is_no_directory_of_its_own(tmp_path: Path) -> None:
+    """What is there stays; a link is followed; a save in DeepSpeed's files leaves none of the others."""
+
+    def run() -> None:
+        engine = make_engine(net := Net(), net.optimizer(), 2)
+        attach(engine, **DISTRIBUTED)
+        for tag in ("", ".", "..", "latest", "notes"):
+            text = error_of(engine.save_checkpoint, tmp_path / "run", tag=tag)
+            assert f"the tag {tag!r} names" in text and "which is something else. Give another" in text
+        engine.save_checkpoint(tmp_path / "run", tag="link")
+        engine.save_checkpoint(tmp_path / "run", tag="other")
+        engine.destroy()
+        engine = make_engine(net := Net(), net.optimizer(), 2)
+        attach(engine)
+        engine.save_checkpoint(tmp_path / "run", tag="other")
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes").write_text("of the program")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "notes").write_text("of the program")
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
+    run_ranks(run)
+    for folder in ("run", "elsewhere"):
+        assert (tmp_path / folder / "notes").read_text() == "of the program"
+    assert (tmp_path / "elsewhere" / ".metadata").exists() and (tmp_path / "run" / "link").is_symlink()
+    assert not [path for path in (tmp_path / "run" / "other").iterdir() if "distcp" in path.name]

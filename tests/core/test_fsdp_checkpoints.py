@@ -7,11 +7,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.core.test_checkpoints import error_of
 from tests.harness import engines
 from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, distance, full_parameters
@@ -112,3 +113,30 @@ def test_one_file_of_plain_torch(tmp_path: Path) -> None:
     assert [group["lr"] for group in groups] == [1e-2, 3e-3]
     (oracle,) = run_ranks(plain_torch, 2, 3, world_size=1)
     assert distance(full_parameters(net), oracle) == 0.0
+
+
+def test_what_is_not_read_of_others_is_an_error(tmp_path: Path) -> None:
+    """Nested states, an optimizer's state under other keys, and one without a model are not left out in silence."""
+
+    def run() -> None:
+        engines.start()
+        optimizer = (net := Net()).optimizer()
+        optimizer.param_groups[0]["note"] = {"of": [torch.ones(2)]}
+        model, nested = get_state_dict(net, optimizer)
+        _, flat = get_state_dict(net, net.optimizer(), options=StateDictOptions(flatten_optimizer_state_dict=True))
+        dcp.save({"model": model, "optimizer": nested}, checkpoint_id=tmp_path / "nested")
+        dcp.save({"model": model, "optimizer": flat}, checkpoint_id=tmp_path / "flat")
+        dcp.save(model, checkpoint_id=tmp_path / "bare")
+        dcp.save({"model": {"other": torch.ones(2)}}, checkpoint_id=tmp_path / "other")
+        attach(engine := engines.make_engine(net := Net(), net.optimizer(), 2), checkpoint_format="distributed")
+        said = {name: error_of(engine.load_checkpoint, tmp_path, tag=name) for name in ("nested", "flat", "bare")}
+        assert "'optimizer.param_groups.0.note.of.0' is part of a nested state" in said["nested"]
+        assert "it has no optimizer states, as get_state_dict() returns them" in said["flat"]
+        assert "it has no 'model'" in said["bare"]
+        options = {"load_module_strict": False, "load_optimizer_states": False}
+        assert "it has none of the parameters" in error_of(engine.load_checkpoint, tmp_path, tag="other", **options)
+        for name in ("nested", "flat"):
+            assert "load_optimizer_states=False" in said[name]
+            engine.load_checkpoint(tmp_path, tag=name, load_optimizer_states=False)
+
+    run_ranks(run, world_size=1)

@@ -98,13 +98,14 @@ def _gather_to_save(trainer: Any) -> None:
 def _keep_last_complete(trainer: Any) -> None:
     """Keep one checkpoint more than ``save_total_limit`` while the newest is written in the background.
 
-    The Trainer deletes older ones as soon as ``save_checkpoint`` returns, and loads the best at the end.
+    The Trainer deletes older ones as soon as ``save_checkpoint`` returns. At the end, it deletes others and loads the
+    best, and the program finds all complete.
     """
     if not trainer.accelerator.state.deepspeed_plugin.zerosync_config.checkpoint_background:
         return
     if "_save_checkpoint" in vars(trainer):
         return
-    save, load_best = trainer._save_checkpoint, trainer._load_best_model
+    save = trainer._save_checkpoint
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **options: Any) -> Any:
@@ -112,12 +113,19 @@ def _keep_last_complete(trainer: Any) -> None:
         with one_more(trainer.args, "save_total_limit"):
             return save(*args, **options)
 
-    @functools.wraps(load_best)
-    def load_best_model(*args: Any, **options: Any) -> Any:
-        wait_for_save()
-        return load_best(*args, **options)
+    trainer._save_checkpoint = save_checkpoint
+    for name in ("_load_best_model", "_finalize_training"):
+        if hasattr(trainer, name):  # transformers 4.56 has the first one only
+            setattr(trainer, name, _after_save(getattr(trainer, name)))
 
-    trainer._save_checkpoint, trainer._load_best_model = save_checkpoint, load_best_model
+
+def _after_save(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def waits(*args: Any, **options: Any) -> Any:
+        wait_for_save()
+        return call(*args, **options)
+
+    return waits
 
 
 def _show_to_callbacks(trainer: Any) -> None:

@@ -122,7 +122,7 @@ def _load_for_evaluation(model: PreparedModule, directory: Path, strict: bool) -
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if is_distributed(directory / TAG):
-        load_weights(model, weights_and_client_state(directory / TAG)[0], strict)
+        load_weights(model, weights_and_client_state(directory / TAG, model.module)[0], strict)
         return
     load_weights(model, get_fp32_state_dict_from_zero_checkpoint(str(directory), TAG), strict)
 

@@ -135,11 +135,12 @@ class EvaluationOverrides(frontend.ModeOverrides):
     def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
         if not frontend.is_distributed(Path(load_dir) / TAG):
             return super().load_checkpoint(load_dir, *args, load_module_strict=load_module_strict, **kwargs)
-        state, client_state = frontend.weights_and_client_state(Path(load_dir) / TAG)
-        for index in range(1, count_saved(load_dir)):
-            state |= frontend.weights_and_client_state(directory(load_dir, index) / TAG)[0]
         engine: Any = self
-        frontend.load_full(engine.module, state, load_module_strict, isinstance(self, frontend.FrozenStay))
+        module = engine.module
+        state, client_state = frontend.weights_and_client_state(Path(load_dir) / TAG, module)
+        for index in range(1, count_saved(load_dir)):
+            state |= frontend.weights_and_client_state(directory(load_dir, index) / TAG, module)[0]
+        frontend.load_full(module, state, load_module_strict, isinstance(self, frontend.FrozenStay))
         return load_dir, client_state
 
 

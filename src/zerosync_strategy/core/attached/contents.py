@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.checkpoints.dcp import Reader
+from zerosync_strategy.core.checkpoints.dcp import Reader, text_of
 from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.checkpoints.pieces import Content, Key, Piece
 from zerosync_strategy.core.engine import engine_state, zero, zero3
@@ -55,7 +55,7 @@ class Contents:
             for each in AttachedEngine.all
         )
         names = attached.parts.names
-        self._names = {param: name for param, name in names.items() if self._is_whole or param in trained}
+        self._names = {param: _plain(name) for param, name in names.items() if self._is_whole or param in trained}
         self._untrained = {name: param for param, name in self._names.items() if param not in trained}
         self._optimizer = zero.stepping_optimizer(self._engine)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -106,18 +106,18 @@ class Contents:
         for index, (group, params) in enumerate(zip(self._optimizer.param_groups, self._groups(), strict=True)):
             options = {**group, "params": [self._names[param] for param in params]}
             for option, value in options.items():
-                _put(content, (*_GROUPS, index, option), copy.deepcopy(value))
+                _put(content, (*_GROUPS, index, option), value)
         for name, value in self._others().items():
-            _put(content, ("model", name), value)
+            _put(content, ("model", _plain(name)), value)
         said = io.BytesIO()
-        torch.save(dict(client_state), said)  # at once: the program may change it afterwards
-        content.objects[_ENGINE] = copy.deepcopy(engine_state.state(self._engine)) | {"client_state": said.getvalue()}
+        torch.save(dict(client_state), said)  # at once, as it raises if that is impossible
+        content.objects[_ENGINE] = engine_state.state(self._engine) | {"client_state": said.getvalue()}
 
     def _groups(self) -> list[list[Any]]:
         return self._masters.groups()
 
     def _others(self) -> dict[str, Any]:
-        """Return what the module's ``state_dict()`` has beside parameters: buffers, and extra states of modules."""
+        """Return what ``module.state_dict()`` has beside parameters, by its names: buffers, extra states of modules."""
         if not self._is_whole:
             return {}
         params = dict(self._engine.module.named_parameters(remove_duplicate=False))
@@ -129,7 +129,8 @@ class Contents:
 
     def _tied(self) -> dict[str, str]:
         every = self._engine.module.named_parameters(remove_duplicate=False)
-        return {name: self._names[param] for name, param in every if self._names.get(param, name) != name}
+        tied = {_plain(name): self._names[param] for name, param in every if param in self._names}
+        return {name: first for name, first in tied.items() if name != first}
 
     def _untrained_pieces(self, param: Any, of_rank: bool) -> Iterator[Piece]:
         """Yield a parameter that the optimizer lacks: what this rank has of it, or with ``of_rank`` what it writes."""
@@ -162,7 +163,7 @@ class Contents:
         for name in here.keys() & there.keys():
             if here[name] != there[name]:
                 raise DamageError(f"{name!r} has the shape {there[name]} there, and {here[name]} here")
-        wanted = [*here, *self._others()]
+        wanted = [*here, *map(_plain, self._others())]
         missing, unknown = [name for name in wanted if name not in there], sorted(there.keys() - {*wanted})
         frozen = {name for name, param in self._untrained.items() if not param.requires_grad}
         frozen |= {name for name, first in self._tied().items() if first in frozen}
@@ -171,14 +172,24 @@ class Contents:
             raise DamageError(frozen_left_out(missing[0]))
         if strict and (missing or unknown) and not only_frozen:
             raise DamageError(_difference("parameters and buffers", missing, unknown, "load_module_strict=False"))
+        if not here.keys() & there.keys():
+            raise DamageError(
+                f"it has none of the parameters here, such as {next(iter(here))!r}. Is it of another model?"
+            )
         if states:
             self._examine_states(reader, strict)
 
     def _examine_states(self, reader: Reader, strict: bool) -> None:
         there = {name for options in _saved_groups(reader).values() for name in options["params"]}
         here = {self._names[param] for params in self._groups() for param in params}
+        alone = "Load its weights alone: load_optimizer_states=False"
         if not there:
-            raise DamageError("it has no optimizer states. Load its weights alone: load_optimizer_states=False")
+            raise DamageError(
+                f"it has no optimizer states, as get_state_dict() returns them without options of its own. {alone}"
+            )
+        for key in reader.stored:
+            if key[0] == "optimizer" and len(key) > 4:
+                raise DamageError(f"its {text_of(key)!r} is part of a nested state, which is not read. {alone}")
         if strict and here != there:
             missing, unknown = sorted(here - there), sorted(there - here)
             how = "load_module_strict=False (missing ones then begin anew), or load_optimizer_states=False"
@@ -204,7 +215,8 @@ class Contents:
         reader.read(wanted)
         for param, piece in copied:
             param.data.copy_(piece.values.view_as(param))
-        others = {name: reader.object(("model", name)) for name in self._others() if ("model", name) in reader.stored}
+        keys = {name: ("model", _plain(name)) for name in self._others()}
+        others = {name: reader.object(key) for name, key in keys.items() if key in reader.stored}
         self._engine.module.load_state_dict(others, strict=False)
         if scalars is not None:
             self._set_states(reader, scalars)
@@ -283,7 +295,10 @@ class Contents:
             of_group = [options for options in saved.values() if names.intersection(options["params"])]
             plain = [{key: value for key, value in options.items() if key != "params"} for options in of_group]
             if any(options != plain[0] for options in plain):
-                raise DamageError(f"parameters of the optimizer's group {index} were in groups with other options")
+                raise DamageError(
+                    f"parameters of the optimizer's group {index} were in groups with other options. Make the groups as"
+                    " then, or load its weights alone: load_optimizer_states=False"
+                )
             found.append(plain[0] if plain else {})
         return found
 
@@ -303,11 +318,17 @@ def client_state(reader: Reader) -> dict[str, Any]:
     return dict(torch.load(said, map_location="cpu", weights_only=False))
 
 
-def weights_and_client_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the whole weights of a checkpoint, on the host, by the names of the module, and its client state."""
+def weights_and_client_state(folder: Path, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the whole weights of a checkpoint, on the host, by the names of ``module``, and its client state."""
     reader = Reader(folder)
+    here = {_plain(name): name for name in module.state_dict(keep_vars=True)}
     names = [key for key in reader.stored if key[0] == "model" and len(key) == 2]
-    return {str(key[1]): reader.object(key) for key in names}, client_state(reader)
+    return {here.get(str(key[1]), str(key[1])): reader.object(key) for key in names}, client_state(reader)
+
+
+def _plain(name: str) -> str:
+    """Return ``name`` as it is without ``torch.compile(module)``: stage 3 unwraps modules, and FSDP2's state names."""
+    return name.replace("_orig_mod.", "")
 
 
 def _piece(part: Any, values: torch.Tensor) -> Piece:

@@ -279,6 +279,9 @@ class AttachedEngine:
         self.stepper.mode = mode
 
     def states_loaded(self) -> None:
+        engine: Any = self.parts.engine
+        # Gradients were dropped, and a run may accumulate over another number of backwards than the one that saved.
+        engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         self.stepper.mode = ""
         self.guard_states()
         self.weights.written(by_step=False)

@@ -79,6 +79,7 @@ class Background:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._rank, self._ranks, self._patience = rank, world_size, timeout_of(None).total_seconds() / 2
+        self._status = rank_status()  # the program may destroy the process group before a save has ended
         self._hosted = store  # it may be hosted here: kept until the end
         self._store = store.clone()  # a connection is blocked while a thread waits on it
         self._thread = ThreadPoolExecutor(1, "zerosync-checkpoint")
@@ -122,7 +123,7 @@ class Background:
         pending = self._pending
         if pending is None:
             return
-        with rank_status().activity(f"the wait for the attempt to {pending.job.what}"):
+        with self._status.activity(f"the wait for the attempt to {pending.job.what}"):
             text = pending.ended.result()
         self._pending = None
         for then in () if text else pending.then:
@@ -167,7 +168,7 @@ class Background:
             job.abandon()
         store.set("end", text)
         end = time.monotonic() + _FAREWELL_SECONDS
-        while store.add("read", 0) < self._ranks - 1 and time.monotonic() < end and not rank_status().has_stopped:
+        while store.add("read", 0) < self._ranks - 1 and time.monotonic() < end and not self._status.has_stopped:
             time.sleep(0.01)
         return text
 
@@ -178,7 +179,7 @@ class Background:
         while not store.check([key]):
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_SECONDS)
-            patience = min(self._patience, _STOPPED_SECONDS if rank_status().has_stopped else self._patience)
+            patience = min(self._patience, _STOPPED_SECONDS if self._status.has_stopped else self._patience)
             if time.monotonic() - looked < patience:
                 continue
             now = {rank: job.written_by(rank) for rank in whom()}
@@ -196,6 +197,7 @@ def background() -> Background:
     global _current
     group = dist.distributed_c10d._get_default_group()
     if _current is None or _current[0]() is not group:
+        wait_for_save()  # of an earlier group
         made = Background(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         _current = weakref.ref(group), made
     return _current[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,7 @@ class HostCopies:
 
     @torch.no_grad()
     def of(self, content: Content) -> Content:
-        """Return ``content`` with copies of its tensors, complete on return. The copies before are overwritten."""
+        """Return a copy of ``content``, complete on return. The tensors of the copy before are overwritten."""
         pieces = [piece for of_key in content.tensors.values() for piece in of_key]
         devices = {piece.values.device for piece in pieces if piece.values.device.type != "cpu"}
         self._make_room(sum(map(_room, pieces)), pinned=bool(devices))
@@ -39,13 +40,13 @@ class HostCopies:
             copies[key] = []
             for piece in of_key:
                 end = begin + piece.values.nbytes
-                copy = self._memory[begin:end].view(piece.values.dtype)
+                values = self._memory[begin:end].view(piece.values.dtype)
                 begin += _room(piece)
-                self._copy(copy, piece, streams.get(piece.values.device))
-                copies[key].append(replace(piece, values=copy))
+                self._copy(values, piece, streams.get(piece.values.device))
+                copies[key].append(replace(piece, values=values))
         for stream in streams.values():
             stream.synchronize()
-        return replace(content, tensors=copies)
+        return replace(content, tensors=copies, objects=copy.deepcopy(content.objects))
 
     def _make_room(self, nbytes: int, pinned: bool) -> None:
         if self.nbytes < nbytes or self._memory.is_pinned() != pinned:
@@ -53,13 +54,13 @@ class HostCopies:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     @staticmethod
-    def _copy(copy: torch.Tensor, piece: Piece, stream: torch.Stream | None) -> None:
+    def _copy(target: torch.Tensor, piece: Piece, stream: torch.Stream | None) -> None:
         values = piece.values.reshape(-1)
         if stream is None:
-            copy.copy_(values)
+            target.copy_(values)
             return
         with stream:
-            copy.copy_(values, non_blocking=True)
+            target.copy_(values, non_blocking=True)
 
 
 def _room(piece: Piece) -> int:

@@ -76,6 +76,8 @@ class EngineSave:
                 path_of(self._folder, manifest.rank).unlink(missing_ok=True)
             if manifest.rank == 0:  # what an earlier save under this tag has left
                 (self._folder / METADATA).unlink(missing_ok=True)
+                for path in self._folder.glob("*.distcp"):
+                    path.unlink()
                 for rank in ranks_in(self._folder):
                     if rank >= manifest.ranks:
                         path_of(self._folder, rank).unlink(missing_ok=True)
@@ -132,14 +134,18 @@ class DistributedSave(EngineSave):
     content: Content
 
     def __init__(self, directory: Path, tag: str, step: int, names_latest: bool, in_background: bool) -> None:
-        super().__init__(directory, tag, step, checksums=True, names_latest=names_latest)
-        self.in_background = in_background
+        # The program may change its directory before a thread writes. A link stays, as under DeepSpeed.
+        super().__init__(directory.resolve(), tag, step, checksums=True, names_latest=names_latest)
+        self.in_background, self._folder = in_background, self._folder.resolve()
         self._working = self._folder.with_name(f".{self._folder.name}{WRITING}")
 
     def begin(self, save: str, verifiable: bool) -> None:
         manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time(), is_complete=True)
 
         def make() -> str:
+            taken = {self._directory, *self._directory.parents, self._directory / LATEST}
+            if self._folder in taken or (self._folder.exists() and not self._folder.is_dir()):
+                raise ValueError(f"the tag {self._tag!r} names {self._folder}, which is something else. Give another")
             if manifest.rank == 0:
                 _remove(self._working)  # of a save that was killed
                 self._working.mkdir(parents=True)

@@ -97,8 +97,8 @@ class RankStatus:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the last activity of this rank has failed, or has lost the other ranks."""
-        return self._stopped is not None
+        """Whether the last activity of this rank has failed, or has lost the other ranks; not if it has left them."""
+        return self._stopped is not None and self._stopped.phase is not Phase.GONE
 
     def _stop(self, state: RankState | None) -> None:
         """Report the ``state`` in which this rank has stopped; ``None``: it continues."""
