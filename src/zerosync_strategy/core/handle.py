@@ -283,6 +283,7 @@ class ZeroSync:
         Raises:
             CheckpointError: on every rank, if one could not write.
         """
+        self._while_attached("wait_for_save()")
         wait_for_save()
 
     def detach(self) -> None:

@@ -39,7 +39,7 @@ INTERNALS = (
     *rows("evaluation", _STRATEGY, "_initialize_deepspeed_inference(model)"),
     *rows("checkpoints", _STRATEGY, """
         save_checkpoint(checkpoint, filepath, storage_options) load_checkpoint(checkpoint_path)
-        load_model_state_dict(checkpoint, strict)
+        load_model_state_dict(checkpoint, strict) remove_checkpoint(filepath)
     """),
     *rows("end of training", _STRATEGY, "on_train_end() on_exception(exception) teardown()"),
     # ---- precision ----
