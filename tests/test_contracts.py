@@ -286,4 +286,5 @@ def test_every_method_that_is_interposed_on_a_framework_is_in_a_table() -> None:
         if name.endswith("Overrides") and value.__module__.startswith("zerosync_strategy")
     ]
     methods = {name for cls in layers for name, value in vars(cls).items() if is_method(cls, name)}
-    assert methods - DECLARED - {"load_state_dict", "training", "train", "eval"} == set() and len(methods) > 12
+    own = {"load_deepspeed"}  # of no framework
+    assert methods - DECLARED - own - {"load_state_dict", "training", "train", "eval"} == set() and len(methods) > 12
