@@ -160,9 +160,10 @@ class Contents:
             raise DamageError(
                 "it has no 'model'. Save {'model': ..., 'optimizer': ...}, as get_state_dict() returns them"
             )
-        for name in here.keys() & there.keys():
-            if here[name] != there[name]:
-                raise DamageError(f"{name!r} has the shape {there[name]} there, and {here[name]} here")
+        buffers = {_plain(name): tuple(each.shape) for name, each in self._others().items() if torch.is_tensor(each)}
+        for name, shape in (here | buffers).items():
+            if name in there and shape != there[name]:
+                raise DamageError(f"{name!r} has the shape {there[name]} there, and {shape} here")
         wanted = [*here, *map(_plain, self._others())]
         missing, unknown = [name for name in wanted if name not in there], sorted(there.keys() - {*wanted})
         frozen = {name for name, param in self._untrained.items() if not param.requires_grad}
