@@ -41,7 +41,9 @@ _FAREWELL_SECONDS = 10.0
 
 
 class Job(Protocol):
-    """One save: what its ranks do."""
+    """One save: what its ranks do. ``id``: unique, the same on all ranks."""
+
+    id: str
 
     @property
     def what(self) -> str: ...
@@ -83,15 +85,13 @@ class Background:
         self._hosted = store  # it may be hosted here: kept until the end
         self._store = store.clone()  # a connection is blocked while a thread waits on it
         self._thread = ThreadPoolExecutor(1, "zerosync-checkpoint")
-        self._number = 0
         self._pending: _Pending | None = None
         atexit.register(self._exit)
 
     def start(self, job: Job) -> None:
         """Complete ``job`` in the background; an earlier one is waited for first."""
         self.wait()
-        self._number += 1
-        store = PrefixStore(f"{_PREFIX}/{self._number}", self._store)
+        store = PrefixStore(f"{_PREFIX}/{job.id}", self._store)  # which may outlive a restart
         self._pending = _Pending(job, store, self._thread.submit(self._run, job, store))
 
     def after(self, then: Callable[[], None]) -> None:
