@@ -13,6 +13,7 @@ from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.racecheck import Kind, simulate
 from tests.harness.ranks import run_ranks
+from tests.racecheck import scenarios
 from tests.racecheck.scenarios import WIDTH, train
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
@@ -149,6 +150,15 @@ def test_every_rule_is_needed(rule: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(Streams, method, lambda self, *args: None)
     found = findings(stage, 3, **scenario)
     assert any(of.value == kind and place in text for of, text in found), found
+
+
+def test_gathers_of_rows_that_are_not_aligned_wait_for_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S1: such a gather receives in memory of its own, and so waits for nothing else of its caller's stream."""
+    monkeypatch.setattr(scenarios, "WIDTH", 33)
+    assert findings(3, 3, **SCENARIOS["coalesced"]) == []
+    monkeypatch.setattr(Streams, "gathers_wait_for_writes", lambda self, *args: None)
+    found = findings(3, 3, **SCENARIOS["coalesced"])
+    assert any(of.value == "race" and "read by _foreach_copy_" in text for of, text in found), found
 
 
 def test_a_reduction_at_the_close_starts_after_the_backwards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
-from tests.harness.copying import adamw, network
+from tests.harness.copying import adamw
 from tests.harness.engines import make_engine, rank
 from tests.harness.racecheck import Stream, simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+
+
+def network() -> torch.nn.Module:
+    """No row is aligned, so gathers receive in memory of their own, and wait for nothing else of the caller's stream."""
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 9))
 
 
 def in_full(engine: Any) -> None:
@@ -125,7 +131,7 @@ def findings(write: Callable[[Any], None], noted: bool) -> list[str]:
                     if noted:  # at once: a forward's host waits for what was done before it
                         before_a_read(engine)
                 caller.wait_stream(stream)
-                engine.backward(engine(torch.randn(4, 8, dtype=dtype)).float().square().mean())
+                engine.backward(engine(torch.randn(4, 9, dtype=dtype)).float().square().mean())
             engine.step()
         return list(map(str, simulation.findings))
 
