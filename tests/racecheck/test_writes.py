@@ -19,7 +19,7 @@ from zerosync_strategy import attach
 
 
 def network() -> torch.nn.Module:
-    """No row is aligned, so gathers receive in memory of their own, and wait for nothing else of the caller's stream."""
+    """No row is aligned, so gathers receive in memory of their own, and wait for nothing else of the caller's."""
     torch.manual_seed(5)
     return torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 9))
 
