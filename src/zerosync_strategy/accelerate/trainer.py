@@ -116,10 +116,10 @@ def _keep_last_complete(trainer: Any) -> None:
     trainer._save_checkpoint = save_checkpoint
     for name in ("_load_best_model", "_finalize_training"):
         if hasattr(trainer, name):  # transformers 4.56 has the first one only
-            setattr(trainer, name, _after_save(getattr(trainer, name)))
+            setattr(trainer, name, _waiting_first(getattr(trainer, name)))
 
 
-def _after_save(call: Callable[..., Any]) -> Callable[..., Any]:
+def _waiting_first(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def waits(*args: Any, **options: Any) -> Any:
         wait_for_save()

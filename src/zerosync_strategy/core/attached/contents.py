@@ -103,7 +103,7 @@ class Contents:
         return self._stepper.states_at(part.param, part.number, self._flats[part.number])
 
     def _add_of_first(self, content: Content, client_state: Mapping[str, Any]) -> None:
-        for index, (group, params) in enumerate(zip(self._optimizer.param_groups, self._groups(), strict=True)):
+        for index, (group, params) in enumerate(zip(self._optimizer.param_groups, self._masters.groups(), strict=True)):
             options = {**group, "params": [self._names[param] for param in params]}
             for option, value in options.items():
                 _put(content, (*_GROUPS, index, option), value)
@@ -112,9 +112,6 @@ class Contents:
         said = io.BytesIO()
         torch.save(dict(client_state), said)  # at once, as it raises if that is impossible
         content.objects[_ENGINE] = engine_state.state(self._engine) | {"client_state": said.getvalue()}
-
-    def _groups(self) -> list[list[Any]]:
-        return self._masters.groups()
 
     def _others(self) -> dict[str, Any]:
         """Return what ``module.state_dict()`` has beside parameters, by its names: buffers, extra states of modules."""
@@ -181,8 +178,9 @@ class Contents:
             self._examine_states(reader, strict)
 
     def _examine_states(self, reader: Reader, strict: bool) -> None:
-        there = {name for options in _saved_groups(reader).values() for name in options["params"]}
-        here = {self._names[param] for params in self._groups() for param in params}
+        saved = _saved_groups(reader)
+        there = {name for options in saved.values() for name in options["params"]}
+        here = {self._names[param] for params in self._masters.groups() for param in params}
         alone = "Load its weights alone: load_optimizer_states=False"
         if not there:
             raise DamageError(
@@ -195,7 +193,7 @@ class Contents:
             missing, unknown = sorted(here - there), sorted(there - here)
             how = "load_module_strict=False (missing ones then begin anew), or load_optimizer_states=False"
             raise DamageError(_difference("parameters of the optimizer", missing, unknown, how))
-        self._options(reader)
+        self._options(saved)
 
     @torch.no_grad()
     def read(self, reader: Reader, states: bool) -> None:
@@ -260,12 +258,12 @@ class Contents:
         }  # fmt: skip
 
     def _set_states(self, reader: Reader, scalars: Mapping[Any, dict[str, Any]]) -> None:
-        for group, options in zip(self._optimizer.param_groups, self._options(reader), strict=True):
+        for group, options in zip(self._optimizer.param_groups, self._options(_saved_groups(reader)), strict=True):
             group.update(copy.deepcopy(options))
-        group_of = {param: number for number, params in enumerate(self._groups()) for param in params}
+        group_of = {param: number for number, params in enumerate(self._masters.groups()) for param in params}
         groups = [self._optimizer.param_groups[group_of[param]] for param in scalars]
         made = {
-            param: {key: self._as_made(param, key, value, group) for key, value in of_param.items()}
+            param: {key: self._as_made(key, value, group) for key, value in of_param.items()}
             for (param, of_param), group in zip(scalars.items(), groups, strict=True)
         }
         if isinstance(self._stepper, WholeStepper):
@@ -275,7 +273,7 @@ class Contents:
         self._stepper.load_scalars(made, {part.param: part.number for part in self._parts}, self._flats)
         self._masters.states_made()
 
-    def _as_made(self, param: Any, key: str, value: Any, group: Mapping[str, Any]) -> Any:
+    def _as_made(self, key: str, value: Any, group: Mapping[str, Any]) -> Any:
         """Return a state as the torch optimizer makes it: a number or a tensor, on the host or the device."""
         package = type(self._optimizer).__module__.partition(".")[0]
         if package == "torch" and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -287,11 +285,10 @@ class Contents:
         on_host = package == "torch" and key == "step" and not (group.get("fused") or group.get("capturable"))
         return value if on_host else value.to(self._flats[0].device)
 
-    def _options(self, reader: Reader) -> list[dict[str, Any]]:
-        """Return the saved options of each group here; raise if its parameters had different ones."""
-        saved = _saved_groups(reader)
+    def _options(self, saved: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the ``saved`` options of each group here; raise if its parameters had different ones."""
         found = []
-        for index, params in enumerate(self._groups()):
+        for index, params in enumerate(self._masters.groups()):
             names = {self._names[param] for param in params}
             of_group = [options for options in saved.values() if names.intersection(options["params"])]
             plain = [{key: value for key, value in options.items() if key != "params"} for options in of_group]

@@ -185,11 +185,11 @@ class Stored(NamedTuple):
 class Reader:
     """Reads the checkpoint in ``folder``, which DCP or :func:`complete` has written.
 
-    :attr:`bytes_read`: of data files. Raises a ``DamageError`` if the folder has no readable ``.metadata``.
+    Raises a ``DamageError`` if the folder has no readable ``.metadata``.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.bytes_read = folder, 0
+        self._folder = folder
         try:
             self._metadata = FileSystemReader(folder).read_metadata()
         except Exception as error:  # pickle may raise anything
@@ -240,7 +240,6 @@ class Reader:
             raise DamageError(f"{name!r} is stored with the extensions {place.transform_descriptors}")
         file.seek(place.offset)
         data = file.read(place.length)
-        self.bytes_read += len(data)
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         except Exception as error:
