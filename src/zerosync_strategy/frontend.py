@@ -36,7 +36,6 @@ from zerosync_strategy.core.engine.checkpoint_files import (
     FrozenStay,
     frozen_missing,
     loading_without_optimizer,
-    loads_universal,
 )
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.interpose import ModeOverrides, Stock, interpose, replaced, restore
@@ -68,7 +67,7 @@ __all__ = [  # what frontends use in addition to the functions below
     "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
     "accumulate_outside", "after_save", "as_it_is", "copy_problem", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "is_distributed",
-    "leave_sharded", "loading_without_optimizer", "loads_universal", "offloads_optimizer", "one_load", "one_save",
+    "leave_sharded", "loading_without_optimizer", "offloads_optimizer", "one_load", "one_save",
     "optimizer_problem", "part_of", "readable", "refuse_removed", "reload_master_weights", "requiring_grad",
     "restore", "restrict", "wait_for_save", "weights_and_client_state",
 ]  # fmt: skip

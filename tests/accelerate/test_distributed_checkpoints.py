@@ -14,9 +14,9 @@ from tests.accelerate.runs import launched
 from tests.accelerate.test_trainer import InOrder, Model, Rows
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
+from tests.harness.parts import STEPS, Net, batch, plain_torch, started
 from tests.harness.problem import MICRO
 from tests.harness.ranks import run_ranks
-from tests.harness.universal import STEPS, Net, batch, plain_torch, started
 from zerosync_strategy import ZeroSyncPlugin
 from zerosync_strategy.core.checkpoints import dcp
 from zerosync_strategy.frontend import wait_for_save

@@ -166,7 +166,7 @@ def test_a_rank_that_cannot_write_is_an_error_of_all(tmp_path: Path) -> None:
 
 
 def test_what_deepspeed_cannot_load_is_an_error_of_all(tmp_path: Path) -> None:
-    """It has changed something by then, and the error says so. Another number of ranks is found before."""
+    """It has changed something by then, and the error says so."""
 
     def run() -> float:
         attach(engine := make_engine(2))
@@ -186,16 +186,7 @@ def test_what_deepspeed_cannot_load_is_an_error_of_all(tmp_path: Path) -> None:
         train(engine, range(1, 2))
         return distance(full_parameters(engine.module), oracle(2, 1))
 
-    def alone() -> None:
-        attach(engine := make_engine(2))
-        before = full_parameters(engine.module)
-        text = error_of(engine.load_checkpoint, tmp_path)
-        assert "written by 2 ranks, and this run has 1. For another number of ranks, DeepSpeed's ds_to" in text
-        assert distance(full_parameters(engine.module), before) == 0.0
-        engine.load_checkpoint(tmp_path, load_module_only=True)
-
     assert run_ranks(run) == [0.0] * 2
-    run_ranks(alone, world_size=1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -14,8 +14,8 @@ from tests.core.test_whole_checkpoints import adafactor, mixed
 from tests.harness.engines import make_engine, rank
 from tests.harness.optimizers import noted
 from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.parts import STEPS, Net, batch, plain_torch, started
 from tests.harness.ranks import run_ranks
-from tests.harness.universal import STEPS, Net, batch, plain_torch, started
 from zerosync_strategy import attach
 from zerosync_strategy.core.checkpoints.dcp import Reader
 

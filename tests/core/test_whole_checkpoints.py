@@ -9,9 +9,10 @@ import torch
 from tests.harness.engines import make_engine, rank
 from tests.harness.optimizers import Mixed, noted
 from tests.harness.oracle import distance, full_parameters
+from tests.harness.parts import STEPS, Net, batch, plain_torch, started
 from tests.harness.ranks import run_ranks
-from tests.harness.universal import STEPS, Net, batch, plain_torch, started, to_universal
 from zerosync_strategy import attach
+from zerosync_strategy.core.failures.errors import CheckpointError
 
 WORLDS = (2, 4, 1)
 
@@ -61,8 +62,6 @@ def test_other_numbers_of_ranks(name: str, stage: int, zero: dict[str, Any], tmp
     for run, expected in enumerate(oracle):
         ended = run_ranks(train, run, world_size=WORLDS[run])
         assert max(distance(parameters, expected) for parameters in ended) == 0.0, run
-    with pytest.raises((KeyError, TypeError)):  # states by name are none by element
-        to_universal(tmp_path / f"global_step{len(WORLDS) * STEPS}", tmp_path / "universal")
 
 
 @pytest.mark.parametrize(("name", "stage"), [("adafactor", 2), ("mixed", 3)])
@@ -97,3 +96,37 @@ def test_other_owners_in_16_bits(name: str, stage: int, tmp_path: Path) -> None:
         return owned
 
     assert all(first != second for first, second in run_ranks(run))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_flat_shards_and_whole_parameters_load_each_other(stage: int, tmp_path: Path) -> None:
+    """On as many ranks, too. States that are not by element are of no use to flat shards."""
+
+    def built(whole: bool, make: Any = Net.optimizer) -> Any:
+        engine = make_engine(net := started(Net()), make(net), stage)
+        attach(engine, elementwise_optimizer="whole" if whole else True)
+        return engine
+
+    def steps(engine: Any, first: int, last: int) -> dict[str, torch.Tensor]:
+        for step in range(first, last):
+            engine.backward(engine(batch(step, 0, rank())))
+            engine.step()
+        return full_parameters(engine.module)
+
+    def run() -> None:
+        for whole in (True, False):
+            steps(engine := built(whole), 0, 3)
+            engine.save_checkpoint(tmp_path, tag=str(whole))
+            expected = steps(engine, 3, 5)
+            steps(other := built(not whole), 7, 8)
+            other.load_checkpoint(tmp_path, tag=str(whole))
+            assert distance(steps(other, 3, 5), expected) == 0.0
+        steps(engine := built(True, adafactor), 0, 1)
+        engine.save_checkpoint(tmp_path, tag="rows")
+        other, before = built(False), full_parameters(engine.module)
+        with pytest.raises(CheckpointError, match=r"has the shape .*, and AdamW steps flat shards.*Nothing was loaded"):
+            other.load_checkpoint(tmp_path, tag="rows")
+        other.load_checkpoint(tmp_path, tag="rows", load_optimizer_states=False)
+        assert distance(full_parameters(other.module), before) == 0.0
+
+    run_ranks(run)

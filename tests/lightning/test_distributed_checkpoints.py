@@ -11,10 +11,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from tests.harness.oracle import distance, full_parameters
+from tests.harness.parts import STEPS, Net, batch, plain_torch, started
 from tests.harness.ranks import run_ranks
-from tests.harness.universal import STEPS, Net, batch, plain_torch, started
 from tests.lightning.runs import Recorder, make_trainer
-from tests.lightning.test_universal_checkpoints import Module, TwoOptimizers
+from tests.lightning.test_other_ranks import Module, TwoOptimizers
 from zerosync_strategy import CheckpointError, ZeroSyncStrategy
 from zerosync_strategy.core.checkpoints import dcp
 

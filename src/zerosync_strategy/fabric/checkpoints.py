@@ -19,7 +19,6 @@ from zerosync_strategy.frontend import (
     handle_of,
     is_distributed,
     load_full,
-    loads_universal,
     one_load,
     one_save,
     source,
@@ -174,7 +173,7 @@ def _verified_together(
 ) -> AbstractContextManager[None]:
     """Wrap the loading of models, and verify their checkpoints. A single model with an optimizer does so itself."""
     trained = [model for model in models.values() if not isinstance(model, PreparedModule)]
-    if len(models) == len(trained) == 1 or any(map(loads_universal, trained)):
+    if len(models) == len(trained) == 1:
         return nullcontext()
     sources = []
     for name, model in models.items():

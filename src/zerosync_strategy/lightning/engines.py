@@ -167,11 +167,10 @@ class ShardedEvaluationOverrides(EvaluationOverrides):
 
 
 def verified_together(
-    zerosyncs: list[ZeroSync], path: Any, saved: int, config: dict[str, Any], options: ZeroSyncConfig, stage: int
+    zerosyncs: list[ZeroSync], path: Any, saved: int, options: ZeroSyncConfig, stage: int
 ) -> AbstractContextManager[None]:
     """Wrap the loading of the checkpoints of ``saved`` engines, and verify them. A single one in training does so."""
-    is_universal = (config.get("checkpoint") or {}).get("load_universal", False)
-    if len(zerosyncs) == 1 or is_universal or not Path(path).is_dir():
+    if len(zerosyncs) == 1 or not Path(path).is_dir():
         return nullcontext()
     places = [Path(path), *(directory(path, index) for index in range(1, saved))]
     if zerosyncs:

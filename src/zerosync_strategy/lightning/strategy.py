@@ -331,7 +331,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 f" returned {len(self.zerosyncs)}. Return as many as in the run that saved it, in the same order."
             )
         assert isinstance(self.config, dict)
-        with verified_together(self.zerosyncs, checkpoint_path, saved, self.config, self.zerosync_config, self.stage):
+        with verified_together(self.zerosyncs, checkpoint_path, saved, self.zerosync_config, self.stage):
             with self._whole_checkpoint():
                 client_state = super().load_checkpoint(checkpoint_path, **how)
             for index, zerosync in enumerate(self.zerosyncs[1:], 1):

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from zerosync_strategy.core.attached.by_name import refuse_states_by_name
-from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.contents import AnyReader
+from zerosync_strategy.core.attached.engine import AttachedEngine, why_not_by_name
 from zerosync_strategy.core.checkpoints.background import wait_for_save
+from zerosync_strategy.core.checkpoints.dcp import Reader
 from zerosync_strategy.core.checkpoints.loads import Source, verify
-from zerosync_strategy.core.checkpoints.manifests import LATEST, is_distributed
+from zerosync_strategy.core.checkpoints.manifests import is_distributed
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
-from zerosync_strategy.core.engine import checkpoint_files, zero
+from zerosync_strategy.core.checkpoints.stock_reader import StockReader
+from zerosync_strategy.core.comm.collectives import largest
+from zerosync_strategy.core.engine import checkpoint_files, saved_files, zero
 from zerosync_strategy.core.engine.several import requiring_grad
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import (
-    AS_MANY,
-    CONVERT,
     HALF_LOADED,
     NOTHING_LOADED,
     NothingReplaced,
@@ -72,44 +74,57 @@ def of_every_format(attached: AttachedEngine) -> dict[str, Any]:
     return {_VERSION: __version__, _LAST: attached.parts.window.last.state()}
 
 
-def find(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> tuple[str | None, bool]:
-    """Return the verified tag that ``load_checkpoint`` loads, and whether it is a distributed one. Collective."""
+def find(
+    attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool
+) -> tuple[str | None, type[AnyReader] | None]:
+    """Return the verified tag that ``load_checkpoint`` loads, and who reads it; ``None``: DeepSpeed. Collective."""
     wait_for_save()
-    if checkpoint_files.loads_universal(attached.parts.engine) and not (tag and is_distributed(Path(path) / str(tag))):
-        _check_universal(attached)
-    source = source_of(attached, path, tag, optimizer_states)
-    with attached.activity(f"the attempt to read the checkpoint in {path}"):
-        tag = verify(source)
-    return tag, tag is not None and is_distributed(Path(path) / tag)
+    if checkpoint_files.loads_universal(attached.parts.engine):
+        raise ValueError(
+            "load_checkpoint() found 'checkpoint.load_universal' = true in DeepSpeed's configuration. Any number of"
+            " ranks loads the checkpoint that save_checkpoint() wrote: leave the option out, and load that one. If"
+            " there is only a converted one, load it before attach()."
+        )
+    what = f"read the checkpoint in {path}"
+    with attached.activity(f"the attempt to {what}"):
+        tag = verify(source_of(attached, path, tag, optimizer_states))
+        if tag is None:
+            return None, None
+        if is_distributed(folder := Path(path) / tag):
+            return tag, Reader
+        if not _any_ranks(attached):
+            return tag, None
+        is_other = together(what, lambda: _is_of_others(attached, folder, optimizer_states), lambda: NOTHING_LOADED)
+        # Another rank may find that it owned other parameters.
+        return tag, StockReader if largest([is_other], None)[0] else None
 
 
-def _check_universal(attached: AttachedEngine) -> None:
-    """Raise ``ValueError`` if :func:`restore_universal` cannot restore all that DeepSpeed leaves out."""
-    if attached.parts.reducer.shards.over_groups:
-        raise ValueError(
-            "load_checkpoint() was to load a universal checkpoint into parameters that shard_over() gives to"
-            " groups of ranks. Under one name it holds one parameter, of no group. Load the checkpoint that"
-            " save_checkpoint() wrote, on as many ranks."
-        )
-    if name := checkpoint_files.not_restored(attached.parts.engine.module, _trained()):
-        raise ValueError(
-            f"load_checkpoint() was to load a universal checkpoint, which would leave {name!r} as it was built: no"
-            " optimizer has it, and ZeRO-3 keeps its shard on NVMe, quantized or twice (hpZ). Build the engine for it"
-            " without 'offload_param' on NVMe, 'zero_quantized_weights', 'zero_quantized_nontrainable_weights' and"
-            " 'zero_hpz_partition_size', or load the checkpoint that save_checkpoint() wrote, on as many ranks."
-        )
+def _is_of_others(attached: AttachedEngine, folder: Path, optimizer_states: bool) -> tuple[str, bool]:
+    """Return who has saved a checkpoint of DeepSpeed's, and whether DeepSpeed could not load it on this rank."""
+    kind, by_name = saved_files.kind_of(folder), attached.by_name
+    if kind is None:
+        return "", False
+    stage_3 = zero.stage(attached.parts.engine) == 3
+    is_other = kind.ranks != dist.get_world_size() or kind.on_stage_3 != stage_3
+    if not optimizer_states:  # on other stages, the module's file has all weights
+        return repr(kind), is_other and (kind.on_stage_3 or stage_3)
+    is_other = is_other or kind.by_name != (by_name is not None)
+    if by_name is not None and not is_other:
+        is_other = saved_files.names_of(folder, dist.get_rank()) != by_name.own_names()
+    return repr(kind), is_other
+
+
+def _any_ranks(attached: AttachedEngine) -> bool:
+    """Return whether a checkpoint of DeepSpeed's can be read by name."""
+    engine = attached.parts.engine
+    return checkpoint_files.is_readable(engine) and not why_not_by_name(engine)
 
 
 @contextmanager
-def loading(attached: AttachedEngine, path: Any, tag: str | None, optimizer_states: bool) -> Iterator[None]:
-    """Around DeepSpeed's ``load_checkpoint`` of the verified ``tag``."""
+def loading(attached: AttachedEngine, path: Any) -> Iterator[None]:
+    """Around DeepSpeed's ``load_checkpoint``."""
     engine = attached.parts.engine
     what = f"read the checkpoint in {path}"
-    with attached.activity(f"the attempt to {what}"):
-        if optimizer_states and tag is not None and attached.by_name is not None:
-            attached.by_name.examine(Path(path), tag)
-        elif optimizer_states and tag is not None:
-            refuse_states_by_name(engine, Path(path), tag)
     # Gradients of the present parameters are invalid for the loaded ones.
     attached.parts.window.abort("load_checkpoint() was called")
     failed: list[Exception] = []
@@ -121,8 +136,6 @@ def loading(attached: AttachedEngine, path: Any, tag: str | None, optimizer_stat
     except Exception as error:
         failed.append(error)
     finally:
-        if attached.by_name is not None:
-            attached.by_name.saved = None
         attached.states_loaded()
 
     def loaded() -> tuple[str, None]:
@@ -136,31 +149,15 @@ def loading(attached: AttachedEngine, path: Any, tag: str | None, optimizer_stat
 
 def source_of(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> Source:
     """Return what ``load_checkpoint`` with these arguments has to verify."""
-    engine = attached.parts.engine
-    is_universal = checkpoint_files.loads_universal(engine)
+    engine, any_ranks = attached.parts.engine, _any_ranks(attached)
     weights_in_shards = zero.stage(engine) == 3
-    other_ranks = _remedy_for_other_ranks(attached)
     return Source(
         Path(path), None if tag is None else str(tag), attached.parts.config.checkpoint_checksums,
         shards=optimizer_states or weights_in_shards,
-        other_ranks=other_ranks if optimizer_states else "",
-        latest=checkpoint_files.LATEST_UNIVERSAL if is_universal else LATEST,
-        weights_of_latest=weights_in_shards and not optimizer_states and not is_universal,
-        files=lambda directory, tag: checkpoint_files.files_to_load(
-            engine, directory, tag, optimizer_states, None if other_ranks else 0
-        ),
+        any_ranks=any_ranks or not optimizer_states,
+        weights_of_latest=weights_in_shards and not optimizer_states,
+        files=lambda folder: checkpoint_files.files_to_load(engine, folder, optimizer_states, any_ranks),
     )  # fmt: skip
-
-
-def _remedy_for_other_ranks(attached: AttachedEngine) -> str:
-    if attached.by_name is not None:
-        return attached.by_name.other_ranks
-    return AS_MANY if any(each.by_name is not None for each in AttachedEngine.all) else CONVERT
-
-
-def reads_by_name(attached: AttachedEngine) -> bool:
-    """Return whether each rank reads the checkpoint that is being loaded by names; else DeepSpeed reads it."""
-    return attached.by_name is not None and attached.by_name.saved is not None
 
 
 def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -168,18 +165,6 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     missing = checkpoint_files.frozen_missing(module, state)
     if missing and missing.keys() == module.state_dict().keys() - state.keys():
         raise NothingReplaced(f"{frozen_left_out(next(iter(missing)))}. {NOTHING_LOADED}")
-
-
-def restore_universal(attached: AttachedEngine, model_file: str, strict: bool, optimizer_state: bool) -> None:
-    """Restore what DeepSpeed leaves out of a universal checkpoint, inside :func:`loading`."""
-    if checkpoint_files.loads_universal(attached.parts.engine):
-        is_universal = optimizer_state and not reads_by_name(attached)
-        checkpoint_files.restore_rest(attached.parts.engine, _trained(), model_file, strict, is_universal)
-
-
-def _trained() -> set[torch.nn.Parameter]:
-    """Return the parameters of all optimizers, including several over one module."""
-    return {param for each in AttachedEngine.all for param in each.parts.reducer.params}
 
 
 def loaded(attached: AttachedEngine, path: Any, found: tuple[Any, Any], optimizer_states: bool) -> tuple[Any, Any]:

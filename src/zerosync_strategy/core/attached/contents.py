@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import copy
 import io
-import random
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -30,11 +29,13 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.checkpoints.dcp import Reader, text_of
 from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.checkpoints.pieces import Content, Key, Piece
+from zerosync_strategy.core.checkpoints.stock_reader import StockReader
 from zerosync_strategy.core.engine import engine_state, zero, zero3
 from zerosync_strategy.core.engine.checkpoint_files import FrozenStay
 from zerosync_strategy.core.failures.errors import frozen_left_out
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 
+AnyReader = Reader | StockReader
 _GROUPS = ("optimizer", "param_groups")
 _STATES = ("optimizer", "state")
 _ENGINE = ("engine",)
@@ -57,6 +58,8 @@ class Contents:
         names = attached.parts.names
         self._names = {param: _plain(name) for param, name in names.items() if self._is_whole or param in trained}
         self._untrained = {name: param for param, name in self._names.items() if param not in trained}
+        others = {param for each in AttachedEngine.all for param in each.parts.reducer.params} - trained
+        self._of_others = {name for name, param in self._untrained.items() if param in others}
         self._optimizer = zero.stepping_optimizer(self._engine)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
@@ -70,7 +73,7 @@ class Contents:
         for name in self._untrained.keys() - left_out:
             for piece in self._untrained_pieces(self._untrained[name], of_rank=True):
                 content.add(("model", name), piece)
-        content.objects["rng", str(self._rank)] = _random_state(self._engine.device)
+        content.objects["rng", str(self._rank)] = engine_state.random_state(self._engine.device)
         if self._rank == 0:
             self._add_of_first(content, client_state)
             tied = self._tied().items()
@@ -145,7 +148,7 @@ class Contents:
 
     # ---- what it reads -------------------------------------------------------------------------------------------
 
-    def examine(self, reader: Reader, strict: bool, states: bool) -> None:
+    def examine(self, reader: AnyReader, strict: bool, states: bool) -> None:
         """Raise ``DamageError`` if the checkpoint is not one of this module and, with ``states``, optimizer."""
         shapes = {param: zero3.full_shape(param) for param in self._names}
         here = {name: shapes[param] for param, name in self._names.items()}
@@ -162,7 +165,9 @@ class Contents:
             if name in there and shape != there[name]:
                 raise DamageError(f"{name!r} has the shape {there[name]} there, and {shape} here")
         wanted = [*here, *map(_plain, self._others())]
-        missing, unknown = [name for name in wanted if name not in there], sorted(there.keys() - {*wanted})
+        known = {*wanted} if self._is_whole else {*wanted, *map(_plain, self._engine.module.state_dict(keep_vars=True))}
+        there_or_others = there.keys() | self._of_others  # DeepSpeed's checkpoint of each engine has what it trains
+        missing, unknown = [name for name in wanted if name not in there_or_others], sorted(there.keys() - known)
         frozen = {name for name, param in self._untrained.items() if not param.requires_grad}
         frozen |= {name for name, first in self._tied().items() if first in frozen}
         only_frozen = bool(missing) and not unknown and frozen.issuperset(missing)
@@ -177,7 +182,7 @@ class Contents:
         if states:
             self._examine_states(reader, strict)
 
-    def _examine_states(self, reader: Reader, strict: bool) -> None:
+    def _examine_states(self, reader: AnyReader, strict: bool) -> None:
         saved = _saved_groups(reader)
         there = {name for options in saved.values() for name in options["params"]}
         here = {self._names[param] for params in self._masters.groups() for param in params}
@@ -189,14 +194,26 @@ class Contents:
         for key in reader.stored:
             if key[0] == "optimizer" and len(key) > 4:
                 raise DamageError(f"its {text_of(key)!r} is part of a nested state, which is not read. {alone}")
+        if not isinstance(self._stepper, WholeStepper):
+            self._examine_shapes(reader, alone)
         if strict and here != there:
             missing, unknown = sorted(here - there), sorted(there - here)
             how = "load_module_strict=False (missing ones then begin anew), or load_optimizer_states=False"
             raise DamageError(_difference("parameters of the optimizer", missing, unknown, how))
         self._options(saved)
 
+    def _examine_shapes(self, reader: AnyReader, alone: str) -> None:
+        shapes = {self._names[part.param]: zero3.full_shape(part.param) for part in self._parts}
+        for key, stored in reader.stored.items():
+            shape = shapes.get(str(key[2])) if key[:2] == _STATES else None
+            if shape is not None and math.prod(stored.shape) > 1 and stored.shape != shape:
+                raise DamageError(
+                    f"its {text_of(key)!r} has the shape {stored.shape}, and {type(self._optimizer).__name__} steps"
+                    f" flat shards. Load it with the optimizer with which it was saved. {alone}"
+                )
+
     @torch.no_grad()
-    def read(self, reader: Reader, states: bool) -> None:
+    def read(self, reader: AnyReader, states: bool) -> None:
         """Read the values into this rank's memory."""
         wanted: dict[Key, list[Piece]] = defaultdict(list)
         for part in self._parts:
@@ -224,7 +241,7 @@ class Contents:
         """Give all ranks the parameters of the master weights that were read. Collective."""
         self._attached.weights.take_masters(self._untrained.values())
 
-    def _want_states(self, reader: Reader, wanted: dict[Key, list[Piece]]) -> dict[Any, dict[str, Any]]:
+    def _want_states(self, reader: AnyReader, wanted: dict[Key, list[Piece]]) -> dict[Any, dict[str, Any]]:
         """Add the states by element to ``wanted``, in memory for them; return the others, by parameter."""
         of_names: dict[str, set[str]] = defaultdict(set)
         for key in reader.stored:
@@ -257,7 +274,7 @@ class Contents:
             for part in self._parts for name in [self._names[part.param]]
         }  # fmt: skip
 
-    def _set_states(self, reader: Reader, scalars: Mapping[Any, dict[str, Any]]) -> None:
+    def _set_states(self, reader: AnyReader, scalars: Mapping[Any, dict[str, Any]]) -> None:
         for group, options in zip(self._optimizer.param_groups, self._options(_saved_groups(reader)), strict=True):
             group.update(copy.deepcopy(options))
         group_of = {param: number for number, params in enumerate(self._masters.groups()) for param in params}
@@ -300,20 +317,20 @@ class Contents:
             found.append(plain[0] if plain else {})
         return found
 
-    def read_engine(self, reader: Reader, states: bool, scheduler: bool) -> None:
+    def read_engine(self, reader: AnyReader, states: bool, scheduler: bool) -> None:
         """Restore counters and the like, if the checkpoint has them."""
         if (random_state := ("rng", str(self._rank))) in reader.stored and states:
-            _set_random_state(reader.object(random_state), self._engine.device)
+            engine_state.set_random_state(reader.object(random_state), self._engine.device)
         if _ENGINE in reader.stored:
             engine_state.load(self._engine, reader.object(_ENGINE), scheduler, loss_scale=states)
 
 
-def client_state(reader: Reader) -> dict[str, Any]:
+def client_state(reader: AnyReader) -> dict[str, Any]:
     """Return what the program has saved with the engine; empty if the checkpoint is of another library."""
     if _ENGINE not in reader.stored:
         return {}
-    said = io.BytesIO(reader.object(_ENGINE)["client_state"])
-    return dict(torch.load(said, map_location="cpu", weights_only=False))
+    said = reader.object(_ENGINE)["client_state"]
+    return dict(torch.load(io.BytesIO(said), map_location="cpu", weights_only=False) if type(said) is bytes else said)
 
 
 def weights_and_client_state(folder: Path, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -348,7 +365,7 @@ def _put(content: Content, key: Key, value: Any) -> None:
         content.objects[key] = value
 
 
-def _saved_groups(reader: Reader) -> dict[Any, dict[str, Any]]:
+def _saved_groups(reader: AnyReader) -> dict[Any, dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = defaultdict(lambda: {"params": []})
     for key in reader.stored:
         if key[:2] == _GROUPS and len(key) == 4:
@@ -356,11 +373,13 @@ def _saved_groups(reader: Reader) -> dict[Any, dict[str, Any]]:
     return groups
 
 
-def _states(reader: Reader, name: str, kinds: set[str]) -> dict[str, Any]:
+def _states(reader: AnyReader, name: str, kinds: set[str]) -> dict[str, Any]:
     return {kind: reader.object(_state(name, kind)) for kind in sorted(kinds)}
 
 
-def _shaped_keys(reader: Reader, shapes: Mapping[str, tuple[int, ...]], of_names: Mapping[str, set[str]]) -> set[str]:
+def _shaped_keys(
+    reader: AnyReader, shapes: Mapping[str, tuple[int, ...]], of_names: Mapping[str, set[str]]
+) -> set[str]:
     """Return the states that have one value per element: "step" has none, also of a parameter without dimensions."""
     others = {"step"}
     for name, shape in shapes.items():
@@ -375,16 +394,3 @@ def _difference(what: str, missing: Sequence[str], unknown: Sequence[str], how: 
     parts = [f"it lacks {zero.listed(missing)}"] if missing else []
     parts += [f"only it has {zero.listed(unknown)}"] if unknown else []
     return f"its {what} are others than those here: {' and '.join(parts)}. To load what both have: {how}"
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    state = {"torch": torch.get_rng_state(), "numpy": numpy.random.get_state(), "python": random.getstate()}
-    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    numpy.random.set_state(state["numpy"])
-    random.setstate(state["python"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

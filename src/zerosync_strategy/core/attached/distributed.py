@@ -1,4 +1,4 @@
-"""Saving and loading distributed checkpoints of an attached engine, at once or in the background (K3)."""
+"""Saving distributed checkpoints of an attached engine, at once or in the background (K3), and loading any by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from zerosync_strategy.core.attached.checkpointing import (
     of_every_format,
     take_last,
 )
-from zerosync_strategy.core.attached.contents import Contents, client_state
+from zerosync_strategy.core.attached.contents import AnyReader, Contents, client_state
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.checkpoints.dcp import Reader
 from zerosync_strategy.core.checkpoints.saves import DistributedSave, engine_save
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import HALF_READ, NOTHING_LOADED
@@ -37,9 +36,10 @@ def save(
 
 
 def load(
-    attached: AttachedEngine, path: Any, tag: str, strict: bool, states: bool, scheduler: bool, module_only: bool
-) -> tuple[str, dict[str, Any]]:
-    """Load the verified ``tag``, as ``load_checkpoint`` does; return its directory and the client state. Collective.
+    attached: AttachedEngine, path: Any, tag: str, open_reader: type[AnyReader], strict: bool, states: bool,
+    scheduler: bool, module_only: bool,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """Load the verified ``tag`` by name; return its directory and the client state. Collective.
 
     Every rank raises if one cannot read, or if the checkpoint is of another model or optimizer.
     """
@@ -48,8 +48,8 @@ def load(
     with checkpointing(attached, what, stock=False):
         contents = Contents(attached)
 
-        def examine() -> tuple[str, Reader]:
-            reader = Reader(folder)
+        def examine() -> tuple[str, AnyReader]:
+            reader = open_reader(folder)
             contents.examine(reader, strict, states)
             return "", reader
 

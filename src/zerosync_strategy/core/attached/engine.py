@@ -128,7 +128,7 @@ class AttachedEngine:
             self.pending = FlatPendingGradients(*pending, states=flat.states, whole=owned)
         self.by_name = None
         if isinstance(self.stepper, WholeStepper):
-            self.by_name = StatesByName(engine, self.stepper, names, shards.over_groups)
+            self.by_name = StatesByName(engine, self.stepper, names)
         budgets = automatic_budgets(engine, config, reducer, of_module)
         printed = reports if dist.get_rank() == 0 else None
         self.meter = StepMeter(parts, of_module, budgets, printed, lambda: label_of(self, self.all))
@@ -335,12 +335,17 @@ def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
     check_backends(zero.process_groups(engine), engine.device)
 
 
-def check_distributed(engine: Any) -> None:
-    """Raise ``ValueError`` if a distributed checkpoint cannot hold what ``engine`` has."""
+def why_not_by_name(engine: Any) -> str:
+    """Return what of ``engine`` a checkpoint that any number of ranks reads cannot hold; empty if it can all."""
     why = engine_state.why_not_distributed(engine)
     if not why and any(dist.get_world_size(group) != dist.get_world_size() for group in zero.process_groups(engine)):
-        why = "parameters that not all ranks shard: shard_over(), tensor or pipeline parallelism, experts, MiCS"
-    if why:
+        return "parameters that not all ranks shard: shard_over(), tensor or pipeline parallelism, experts, MiCS"
+    return why
+
+
+def check_distributed(engine: Any) -> None:
+    """Raise ``ValueError`` if a distributed checkpoint cannot hold what ``engine`` has."""
+    if why := why_not_by_name(engine):
         raise ValueError(
             f"ZeroSync option 'checkpoint_format' got 'distributed', and found {why}. Leave one of them out."
         )

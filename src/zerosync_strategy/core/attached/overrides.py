@@ -115,13 +115,11 @@ class EngineOverrides(ModeOverrides):
             load_optimizer_states = states
         options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         attached = self._zerosync_attached
-        tag, is_distributed = checkpointing.find(attached, load_dir, tag, states)
-        if is_distributed:
-            return distributed.load(attached, load_dir, tag, load_module_strict, states, *options[2:])
-        with checkpointing.loading(attached, load_dir, tag, states):
+        tag, reader = checkpointing.find(attached, load_dir, tag, states)
+        if reader is not None:
+            return distributed.load(attached, load_dir, tag, reader, load_module_strict, states, *options[2:])
+        with checkpointing.loading(attached, load_dir):
             loaded = super().load_checkpoint(load_dir, tag, *options, *args, **kwargs)
-            if loaded[0] is not None:
-                checkpointing.restore_universal(attached, loaded[0], load_module_strict, load_optimizer_states)
         return checkpointing.loaded(attached, load_dir, loaded, states)
 
     def load_module_state_dict(
@@ -130,10 +128,6 @@ class EngineOverrides(ModeOverrides):
         if strict and not isinstance(self, FrozenStay):
             checkpointing.require_frozen(self.module, checkpoint["module"])
         super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
-
-    def load_universal_checkpoint(self) -> bool:
-        """Make DeepSpeed load a checkpoint by names in the way of a universal checkpoint, too."""
-        return checkpointing.reads_by_name(self._zerosync_attached) or super().load_universal_checkpoint()
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
@@ -248,8 +242,8 @@ class WholeOverrides(OptimizerOverrides):
         self, state_dict_list: Any, load_optimizer_states: bool = True, load_from_fp32_weights: bool = False,
         checkpoint_folder: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        def load(state: Any, from_masters: bool) -> Any:
-            how = (load_optimizer_states, load_from_fp32_weights or from_masters, None)
+        def load(state: Any) -> Any:
+            how = (load_optimizer_states, load_from_fp32_weights, None)
             return super(WholeOverrides, self).load_state_dict(state, *how, *args, **kwargs)
 
         return self._zerosync_attached.by_name.load(state_dict_list, load_optimizer_states, load)

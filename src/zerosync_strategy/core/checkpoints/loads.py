@@ -13,7 +13,7 @@ from zerosync_strategy.core.checkpoints import manifests
 from zerosync_strategy.core.checkpoints.manifests import LATEST, DamageError, Manifest
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.failures.agreement import together
-from zerosync_strategy.core.failures.errors import NOTHING_LOADED, OTHER_SETUP
+from zerosync_strategy.core.failures.errors import AS_MANY, NOTHING_LOADED, OTHER_SETUP
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 
@@ -25,19 +25,18 @@ class Source:
         directory, tag: arguments of ``load_checkpoint``; without a tag, the file ``latest`` names it.
         checksums: read all files to verify them.
         shards: the optimizer's shards are read, too.
-        other_ranks: the remedy if another number of ranks has written it; empty: it can be read.
+        any_ranks: another number of ranks may have written it.
         weights_of_latest: DeepSpeed loads the weights of the tag in the file ``latest``, even if ``tag`` is another.
-        files: returns the files that this rank reads, by directory and tag.
+        files: returns the files that this rank reads first, by the folder of the tag.
     """
 
     directory: Path
     tag: str | None
     checksums: bool
     shards: bool = True
-    other_ranks: str = ""
-    latest: str = LATEST
+    any_ranks: bool = True
     weights_of_latest: bool = False
-    files: Callable[[Path, str], Sequence[Path]] | None = None
+    files: Callable[[Path], Sequence[Path]] | None = None
 
 
 _verified: dict[tuple[Path, str | None], str | None] = {}  # the tag, by directory and requested tag
@@ -104,16 +103,11 @@ def _remedy(source: Source) -> str:
 
 def tag_of(source: Source) -> str | None:
     """Return the tag to load; ``None`` if nothing names one; a ``DamageError`` if its directory does not exist."""
-    directory, tag, latest = source.directory, source.tag, source.directory / source.latest
+    directory, tag, latest = source.directory, source.tag, source.directory / LATEST
     named = ""
     if tag is None:
         if not latest.is_file():
-            if source.latest == LATEST:
-                return None
-            raise DamageError(
-                f"it has no file {source.latest!r}, which DeepSpeed's ds_to_universal leaves there. Convert the"
-                " checkpoint, or give the tag= of the converted one"
-            )
+            return None
         tag = manifests.read_tag(latest)
         named = f", which the file {str(latest)!r} names"
     if (directory / tag).is_dir():
@@ -141,16 +135,12 @@ def _manifest_of(source: Source, tag: str | None) -> Manifest | None:
         return None
     folder, rank, ranks = source.directory / tag, dist.get_rank(), dist.get_world_size()
     is_distributed = manifests.is_distributed(folder)
-    if source.latest != LATEST and not is_distributed:
-        return None
     manifest = manifests.read_any(folder, rank)
     if manifest is not None:
-        if source.other_ranks and manifest.ranks != ranks and not is_distributed:
-            raise DamageError(
-                f"it was written by {manifest.ranks} ranks, and this run has {ranks}. {source.other_ranks}"
-            )
+        if not source.any_ranks and manifest.ranks != ranks and not is_distributed:
+            raise DamageError(f"it was written by {manifest.ranks} ranks, and this run has {ranks}. {AS_MANY}")
         manifests.check(folder, range(rank, manifest.ranks, ranks), source.checksums, source.shards)
-    for path in source.files(source.directory, tag) if source.files is not None and not is_distributed else ():
+    for path in source.files(folder) if source.files is not None and not is_distributed else ():
         if not path.is_file():
             raise DamageError(f"{path.name} is missing. {OTHER_SETUP}")
         if manifest is None:

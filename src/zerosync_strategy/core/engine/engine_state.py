@@ -1,9 +1,14 @@
-"""What a checkpoint has of a DeepSpeed engine beside parameters and the optimizer: counters, loss scale, scheduler."""
+"""What a checkpoint has of an engine beside parameters and the optimizer: counters, scheduler, random numbers."""
 
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Mapping
 from typing import Any
+
+import numpy
+import torch
 
 from zerosync_strategy.core.engine import zero
 
@@ -42,6 +47,21 @@ def _load_scale(optimizer: Any, saved: dict[str, Any]) -> None:
             setattr(optimizer, name, value)
     if optimizer.torch_autocast_gradscaler is not None and saved["gradient_scaler"] is not None:
         optimizer.torch_autocast_gradscaler.load_state_dict(saved["gradient_scaler"])
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of this rank's random number generators."""
+    state = {"torch": torch.get_rng_state(), "numpy": numpy.random.get_state(), "python": random.getstate()}
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore what :func:`random_state` has returned."""
+    torch.set_rng_state(state["torch"])
+    numpy.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def why_not_distributed(engine: Any) -> str:

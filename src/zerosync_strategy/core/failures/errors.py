@@ -7,13 +7,9 @@ import re
 import torch.distributed as dist
 
 UNWRITABLE = "Is the disk full? Can all that is saved be pickled? Earlier checkpoints are as they were."
-CONVERT = (
-    "For another number of ranks, DeepSpeed's ds_to_universal converts a checkpoint, to be loaded with 'checkpoint':"
-    " {'load_universal': true}"
-)
-"""The remedy if another number of ranks has written a checkpoint. This and the next two end without a full stop."""
-AS_MANY = "Load it on as many ranks, or its weights alone (load_optimizer_states=False)"
-OTHER_SETUP = f"Was it written with another model, ZeRO stage, optimizer or number of ranks? {CONVERT}"
+AS_MANY = "Load it on as many ranks and the same ZeRO stage, or its weights alone (load_optimizer_states=False)"
+"""The remedy if only as many ranks can read a checkpoint. This and the next end without a full stop."""
+OTHER_SETUP = "Was it written with another model or optimizer?"
 HANDLE = (
     "zerosync is what attach() returned: engine.zerosync of the DeepSpeed engine; in Lightning,"
     " trainer.strategy.zerosync; in Fabric, fabric.strategy.zerosync; under Accelerate,"
@@ -25,7 +21,7 @@ HALF_READ = (
     "On every rank, parts of the module, the optimizer and the counters may be replaced and others not: load another"
     " checkpoint before you go on, or build the engine anew."
 )
-HALF_LOADED = f"{OTHER_SETUP}. {HALF_READ}"
+HALF_LOADED = f"{OTHER_SETUP} {HALF_READ}"
 
 
 def frozen_left_out(name: str) -> str:

@@ -124,10 +124,6 @@ class WholeStepper(Stepper):
         """Convert saved master weights from DeepSpeed's layout; ``None``: load ``stock`` as it is. Collective."""
         return None
 
-    def present_masters(self) -> list[torch.Tensor]:
-        """Return this rank's master weights in DeepSpeed's optimizer."""
-        return [each.flat for each in self._masters.by_param()]
-
 
 def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a torch optimizer's ``state_dict()`` with the keys of its parameters mapped by ``new``."""

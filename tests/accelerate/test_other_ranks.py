@@ -1,4 +1,4 @@
-"""Under Accelerate: a script goes on with another number of ranks, from a universal checkpoint."""
+"""Under Accelerate: a script goes on with another number of ranks, from DeepSpeed's own files."""
 
 from pathlib import Path
 
@@ -8,21 +8,16 @@ from accelerate import Accelerator
 
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
+from tests.harness.parts import STEPS, WORLDS, Net, batch, plain_torch, started
 from tests.harness.ranks import run_ranks
-from tests.harness.universal import STEPS, WORLDS, Net, batch, plain_torch, started, to_universal
 from zerosync_strategy import ZeroSyncPlugin
 
 
 @pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
-    """``load_state`` looks for the engine's checkpoint in ``pytorch_model``; the converted one takes its place."""
-
     def train(run: int) -> dict[str, torch.Tensor]:
-        config = {
-            "zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": run > 0},
-            "train_micro_batch_size_per_gpu": 2,
-        }  # fmt: skip
+        config = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2}
         accelerator = Accelerator(deepspeed_plugin=ZeroSyncPlugin(hf_ds_config=config))
         net = Net() if run else started(Net())
         model, optimizer = accelerator.prepare(net, net.optimizer())
@@ -40,5 +35,3 @@ def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     for run, expected in enumerate(oracle):
         ended = run_ranks(train, run, world_size=WORLDS[run])
         assert max(distance(parameters, expected) for parameters in ended) == 0.0
-        saved = tmp_path / f"run{run}" / "pytorch_model"
-        to_universal(saved.rename(saved.with_name("stock")), saved)

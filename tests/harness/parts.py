@@ -1,20 +1,13 @@
-"""A run in parts, each on another number of ranks, its oracle, and DeepSpeed's converter of checkpoints."""
+"""A run in parts, each on another number of ranks, and its oracle."""
 
-import re
-import shlex
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from unittest.mock import patch
 
 import torch
-from deepspeed.checkpoint import ds_to_universal
 from torch import nn
 
 from tests.harness.oracle import Oracle, full_parameters
 
 WORLDS = (2, 1, 4, 2, 3)  # ranks of each run; the next goes on where it has ended
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 STEPS = 2  # of each run
 
 
@@ -63,13 +56,3 @@ def started(net: Net) -> Net:
         net.still.weight.mul_(0.5)
         net.scale.mul_(3.0)
     return net
-
-
-def to_universal(saved: Path, universal: Path) -> None:
-    """Write the checkpoint `saved`, the folder of a tag, as the universal checkpoint `universal`, as the page says."""
-    (command,) = re.findall(r"^python -m deepspeed\.checkpoint\.ds_to_universal (.+)$", PAGE.read_text(), re.MULTILINE)
-    folders = {"run/global_step100": str(saved), "run/universal": str(universal)}
-    arguments = [folders.pop(word, word) for word in shlex.split(command)]
-    assert not folders
-    with patch.object(sys, "argv", ["", *arguments, "--num_extract_workers=1", "--num_merge_workers=1"]):
-        ds_to_universal.main(ds_to_universal.parse_arguments())

@@ -1,4 +1,4 @@
-"""Under Lightning: a run goes on with another number of ranks, from a universal checkpoint or whole parameters."""
+"""Under Lightning: a run goes on with another number of ranks, from DeepSpeed's own files."""
 
 import itertools
 import os
@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from tests.harness.oracle import distance
+from tests.harness.parts import STEPS, WORLDS, Net, batch, plain_torch, started
 from tests.harness.ranks import run_ranks
-from tests.harness.universal import STEPS, WORLDS, Net, batch, plain_torch, started, to_universal
 from tests.lightning.runs import Recorder, make_trainer
 from zerosync_strategy import ZeroSyncStrategy
 
@@ -50,24 +50,20 @@ class TwoOptimizers(Module):
 
 
 CASES = [
-    *itertools.product([1, 2, 3], [Module, TwoOptimizers], [False]),
+    *itertools.product([1, 2, 3], [Module, TwoOptimizers], [True]),
     (2, TwoOptimizers, "whole"),
     (3, Module, "whole"),
     (3, TwoOptimizers, "whole"),
 ]
 
 
-@pytest.mark.extended(but=("2-Module-False", "2-TwoOptimizers-whole"))
+@pytest.mark.extended(but=("3-TwoOptimizers-True", "2-TwoOptimizers-whole"))
 @pytest.mark.parametrize(("stage", "make", "elementwise"), CASES)
 def test_other_numbers_of_ranks(stage: int, make: type[Module], elementwise: bool | str, tmp_path: Path) -> None:
-    """Each run is one epoch. States of whole parameters are converted by nobody."""
-    is_universal = elementwise != "whole"
+    """Each run is one epoch."""
 
     def train(run: int) -> dict[str, torch.Tensor]:
-        strategy = ZeroSyncStrategy(
-            config={"zero_optimization": {"stage": stage}, "checkpoint": {"load_universal": run > 0 and is_universal}},
-            elementwise_optimizer=elementwise,
-        )
+        strategy = ZeroSyncStrategy(stage=stage, elementwise_optimizer=elementwise)
         trainer = make_trainer(
             strategy, [recorder := Recorder()], devices=int(os.environ["WORLD_SIZE"]), max_epochs=run + 1,
             accumulate_grad_batches=2 if make is Module else 1,
@@ -82,5 +78,3 @@ def test_other_numbers_of_ranks(stage: int, make: type[Module], elementwise: boo
     for run, expected in enumerate(oracle):
         ended = run_ranks(train, run, world_size=WORLDS[run])
         assert max(distance(parameters, expected) for parameters in ended) == 0.0
-        for saved in (tmp_path / f"run{run}").glob("**/checkpoint") if is_universal else ():  # of each optimizer
-            to_universal(saved, saved.with_name("universal"))
