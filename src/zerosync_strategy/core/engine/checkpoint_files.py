@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals
 from zerosync_strategy.core.engine.interpose import Stock, replaced
-from zerosync_strategy.core.engine.saved_files import first_files
+from zerosync_strategy.core.engine.saved_files import files_of
 
 
 def writes_at_once(engine: Any) -> bool:
@@ -45,7 +46,7 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
 def files_to_load(engine: Any, folder: Path, shards: bool, any_ranks: bool) -> list[Path]:
     """Return the first files that this rank loads from ``folder``; with ``shards``, those of the optimizer, too.
 
-    ``any_ranks``: if it has other ones, return those.
+    ``any_ranks``: if others have written it, return those of one of them.
     """
     if engine.mp_world_size > 1:  # the checkpoint may have another number of them
         return []
@@ -54,8 +55,9 @@ def files_to_load(engine: Any, folder: Path, shards: bool, any_ranks: bool) -> l
     if shards:
         names.append(engine._get_zero_ckpt_name(parent, tag))
     own = [Path(name) for name in names]
-    others = first_files(folder)[: len(own)] if any_ranks and not all(path.is_file() for path in own) else []
-    return others if len(others) == len(own) else own
+    if any_ranks and not all(path.is_file() for path in own):
+        return files_of(folder, dist.get_rank())[: len(own)] or own
+    return own
 
 
 def frozen_missing(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

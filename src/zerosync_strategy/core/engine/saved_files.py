@@ -71,12 +71,6 @@ def shards_of(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items())) if is_alone else {}
 
 
-def first_files(folder: Path) -> list[Path]:
-    """Return the module's file, and the first of the optimizer's, in ``folder``, of whichever ranks and stage."""
-    models = [path for name in (_MODEL, _MODEL_OF_RANK.format(0)) if (path := folder / name).is_file()]
-    return [*models, *[*shards_of(folder).values()][:1]]
-
-
 def kind_of(folder: Path) -> Kind | None:
     """Return who has written the checkpoint in ``folder``; ``None`` if it has no shards that can be read by name."""
     shards = shards_of(folder)
@@ -85,6 +79,19 @@ def kind_of(folder: Path) -> Kind | None:
     state = read(next(iter(shards.values())))["optimizer_state_dict"]
     ranks = state["partition_count"]
     return Kind(ranks if _is_of_each(state) else ranks[0], _is_of_each(state), is_by_name(state))
+
+
+def files_of(folder: Path, rank: int) -> list[Path]:
+    """Return the files of the module and the optimizer that ``rank`` verifies, of whichever ranks and stage.
+
+    They should be there. Empty if there are no shards that can be read by name.
+    """
+    if (kind := kind_of(folder)) is None:
+        return []
+    found, path = next(iter(shards_of(folder).items()))
+    rank %= kind.ranks
+    model = _MODEL_OF_RANK.format(rank) if kind.on_stage_3 else _MODEL
+    return [folder / model, path.with_name(path.name.replace(f"_rank_{found}_mp", f"_rank_{rank}_mp"))]
 
 
 def names_of(folder: Path, rank: int) -> list[list[Any]]:
