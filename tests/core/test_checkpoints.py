@@ -213,8 +213,10 @@ def test_the_module_alone(stage: int, tmp_path: Path) -> None:
 def test_the_file_latest(tmp_path: Path) -> None:
     def run() -> None:
         attach(engine := make_engine(3))
+        before = full_parameters(engine.module)
         for tag in ("one", "two"):
             engine.save_checkpoint(tmp_path, tag=tag)
+            train(engine, range(1))
         for content, says in {
             b"\xff\xfe": r"the file '\S*/latest' cannot be read \(UnicodeDecodeError",
             b" \n": r"the file '\S*/latest', which names the tag to load, is empty",
@@ -230,6 +232,10 @@ def test_the_file_latest(tmp_path: Path) -> None:
         (tmp_path / "latest").write_text("two")
         torch.distributed.barrier()
         # DeepSpeed would load the weights of another tag than it was told.
+        train(engine, range(1))
+        engine.load_checkpoint(tmp_path, tag="one", load_optimizer_states=False)
+        assert distance(full_parameters(engine.module), before) == 0.0
+        attach(engine := make_engine(3, {"zero_hpz_partition_size": 2}))
         with pytest.raises(CheckpointError, match=r"which is 'two' and not 'one'. Name 'one' in it, or load the opt"):
             engine.load_checkpoint(tmp_path, tag="one", load_optimizer_states=False)
         engine.load_checkpoint(tmp_path, tag="two", load_optimizer_states=False)

@@ -106,8 +106,8 @@ def _is_of_others(attached: AttachedEngine, folder: Path, optimizer_states: bool
         return "", False
     stage_3 = zero.stage(attached.parts.engine) == 3
     is_other = kind.ranks != dist.get_world_size() or kind.on_stage_3 != stage_3
-    if not optimizer_states:  # on other stages, the module's file has all weights
-        return repr(kind), is_other and (kind.on_stage_3 or stage_3)
+    if not optimizer_states:  # on other stages, the module's file has all; on stage 3 DeepSpeed reads those of `latest`
+        return repr(kind), kind.on_stage_3 or stage_3
     is_other = is_other or kind.by_name != (by_name is not None)
     if by_name is not None and not is_other:
         is_other = saved_files.names_of(folder, dist.get_rank()) != by_name.own_names()
@@ -155,7 +155,7 @@ def source_of(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: b
         Path(path), None if tag is None else str(tag), attached.parts.config.checkpoint_checksums,
         shards=optimizer_states or weights_in_shards,
         any_ranks=any_ranks or not optimizer_states,
-        weights_of_latest=weights_in_shards and not optimizer_states,
+        weights_of_latest=weights_in_shards and not optimizer_states and not any_ranks,
         files=lambda folder: checkpoint_files.files_to_load(engine, folder, optimizer_states, any_ranks),
     )  # fmt: skip
 
