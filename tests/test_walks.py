@@ -169,6 +169,31 @@ def test_a_gradient_that_is_added_to_costs_one_call() -> None:
     assert [name for name, count in calls.items() if count >= 2 * LAYERS] == [("gradients/window.py", "Window.added")]
 
 
+LENGTHS = {"stage 2": (263, 41), "stage 3": (368, 58), "stage 3, held": (347, 57)}
+"""How many functions and files of ours a step goes through at most. A change may make the way shorter."""
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_the_way_through_a_step_is_no_longer(kind: str) -> None:
+    """A warm one: forward, backward and step, by default. CONTRIBUTING.md says the lengths."""
+
+    def program(calls: Calls) -> None:
+        engine = make_engine(int(kind.split()[1].strip(",")))
+        attach(engine, **({"param_memory_budget": "all"} if "held" in kind else {}))
+        for _ in range(3):
+            backward(engine)
+            engine.step()
+        with calls:
+            backward(engine)
+            engine.step()
+
+    calls = calls_of(program)
+    functions, files = len(calls), len({file for file, _ in calls})
+    assert functions <= LENGTHS[kind][0] and files <= LENGTHS[kind][1], (functions, files)
+    said = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    assert f"{kind}: {LENGTHS[kind][0]} functions in {LENGTHS[kind][1]} files" in said
+
+
 @pytest.mark.parametrize("walk", ["GRADIENT", "UNIT", "OPTION"])
 def test_stations_exist(walk: str) -> None:
     """Without a run, and on any release of DeepSpeed."""

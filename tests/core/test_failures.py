@@ -58,7 +58,10 @@ def test_an_inquiry_takes_as_many_operations_as_ranks(asking: set[int]) -> None:
     assert operations.total() <= 14 * world_size + 20, operations
 
 
-def test_an_inquiry_has_no_answers_of_the_one_before(statuses: list[RankStatus]) -> None:
+def test_an_inquiry_has_no_answers_of_the_one_before(
+    statuses: list[RankStatus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerosync_strategy.core.failures.inquiry._SETTLE_SECONDS", 0.02)
     for k in range(40):
         with statuses[1].activity(f"turn {k}"):
             assert f"rank 1: in turn {k} for" in statuses[2 * (k % 2)].describe("the test", ERROR)
