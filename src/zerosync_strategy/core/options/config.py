@@ -58,9 +58,9 @@ class ZeroSyncConfig:
             several. A unit has at most half of ``stage3_max_live_parameters``.
         checkpoint_checksums: read all files of a checkpoint to verify them before any is loaded. ``False``: verify only
             what needs no reading: that the save was completed, and that the files belong to it.
-        checkpoint_format: how ``save_checkpoint`` writes: ``"deepspeed"``: DeepSpeed's files. ``"distributed"``: those of
-            ``torch.distributed.checkpoint``, which FSDP2 and plain torch read, too. Any number of ranks on any stage
-            reads both; loading finds the format by itself.
+        checkpoint_format: how ``save_checkpoint`` writes: ``"deepspeed"``: DeepSpeed's files. ``"distributed"``: those
+            of ``torch.distributed.checkpoint``, which FSDP2 and plain torch read, too. Any number of ranks on any
+            stage reads both; loading finds the format by itself.
         checkpoint_background: ``save_checkpoint`` returns when values are copied to host memory, and a thread writes
             them. Needs ``checkpoint_format="distributed"``.
         node_size: number of ranks on a node, which have consecutive numbers, and fast links among them. ``"auto"``:
