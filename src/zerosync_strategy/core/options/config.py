@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerosync_strategy.core.options.budgets import AUTO, Budget
 from zerosync_strategy.core.options.removed import refuse_removed
 
-StepCost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
-"""Returns the cost of the step of a parameter, from its shape and the options of its group in the optimizer."""
 BLOCK = "zerosync"
 """Name of the optional block in a DeepSpeed configuration that holds these options."""
 WHOLE = "whole"
@@ -72,10 +69,6 @@ class ZeroSyncConfig:
         elementwise_optimizer: ``False``: a trial on small parameters decides. An optimizer that updates each element by
             itself steps ZeRO's flat shards. One that needs whole parameters steps each of them on one rank. Any other
             is an error. ``True``: treat it as the first kind. ``"whole"``: treat it as the second kind.
-        step_cost: for an optimizer that needs whole parameters: the cost of the step of a parameter, in any unit, by
-            which owners are balanced. A function of its shape and the options of its group in the optimizer, or its
-            name, as ``"package.module:function"``. Parameters of cost 0 are balanced by their elements alone. ``None``:
-            the cost of Newton-Schulz, for parameters with two dimensions or more.
 
     Raises:
         TypeError, ValueError: an option has the wrong type or value; the message names the option and what it got.
@@ -97,7 +90,6 @@ class ZeroSyncConfig:
     report_every: int = 0
     report_file: str | None = None
     elementwise_optimizer: bool | str = False
-    step_cost: StepCost | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums", "checkpoint_background"):
@@ -107,11 +99,6 @@ class ZeroSyncConfig:
             raise TypeError(
                 f"ZeroSync option 'elementwise_optimizer' takes True, False or {WHOLE!r}, got"
                 f" {self.elementwise_optimizer!r}."
-            )
-        if not (self.step_cost is None or callable(self.cost_function)):
-            raise TypeError(
-                "ZeroSync option 'step_cost' takes a function of a shape and a mapping of options, or its name, as"
-                f" 'package.module:function', got {self.step_cost!r}."
             )
         names = self.unit_modules
         is_list = isinstance(names, (list, tuple)) and len(names) > 0
@@ -165,17 +152,6 @@ class ZeroSyncConfig:
                 "ZeroSync options 'param_memory_budget' and 'grad_memory_budget' got different limits for \"auto\","
                 " which is for both together. Give it in one of them."
             )
-
-    @functools.cached_property
-    def cost_function(self) -> StepCost | None:
-        """``step_cost``, imported."""
-        if not isinstance(self.step_cost, str):
-            return self.step_cost
-        try:
-            found: StepCost = pkgutil.resolve_name(self.step_cost)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"ZeroSync option 'step_cost' got {self.step_cost!r}: {error}.") from error
-        return found
 
     @functools.cached_property
     def gradients(self) -> Budget:

@@ -8,6 +8,7 @@ SINCE = "0.4.0"
 """The first release without these options. The next major or minor release empties the table."""
 REMOVED = {  # each with the remedy
     "overlap_gather": "Leave it out: a step gathers what it has updated while it goes on with the rest.",
+    "step_cost": "Leave it out: owners are balanced by what Newton-Schulz costs, the rest by elements.",
 }
 
 
