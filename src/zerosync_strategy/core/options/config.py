@@ -43,10 +43,9 @@ class ZeroSyncConfig:
         loss_reduction: ``"mean"``: losses are means, and the step is that of the mean over ranks. ``"sum"``: losses are
             sums over items, which ``ZeroSync.mean_over()`` counts, and the step is that of the mean over all items.
         overlap_last: reduce during the backward that is known to be the last of its window.
-        unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
-            any (``"per_group"``), or all on one stream (``"shared"``). The order of the gathers is the same.
-            ``"own_communicator"``: as ``"per_group"``, and on NCCL over a communicator of high priority that has no
-            reductions, so that its gathers wait for none. It takes NCCL's buffers once more. DeepSpeed's own gathers
+        unshard_streams: ZeRO-3 on a device with streams: ``"per_group"``: parameters are gathered on one stream per
+            process group that shards any. ``"own_communicator"``: and on NCCL over a communicator of high priority that
+            has no reductions, so that gathers wait for none. It takes NCCL's buffers once more. DeepSpeed's own gathers
             (quantized, on NVMe, hpZ) and those within nodes stay where they are.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
             which ``torch.compile`` needs. ``False``: as in DeepSpeed.
@@ -121,9 +120,9 @@ class ZeroSyncConfig:
                 "ZeroSync option 'checkpoint_background' got True with checkpoint_format='deepspeed', whose files"
                 " DeepSpeed writes. Give checkpoint_format='distributed', too."
             )
-        if self.unshard_streams not in ("per_group", "shared", "own_communicator"):
+        if self.unshard_streams not in ("per_group", "own_communicator"):
             raise ValueError(
-                "ZeroSync option 'unshard_streams' takes 'per_group', 'shared' or 'own_communicator', got"
+                "ZeroSync option 'unshard_streams' takes 'per_group' or 'own_communicator', got"
                 f" {self.unshard_streams!r}."
             )
         if self.grad_memory_budget is not None and not self.coalesce:
@@ -202,9 +201,9 @@ class ZeroSyncConfig:
         if not isinstance(block, Mapping):
             raise TypeError(f"The {BLOCK!r} block of the DeepSpeed configuration takes a mapping, got {block!r}.")
         for source, options in ((f"the {BLOCK!r} block", block), ("the keyword arguments", keywords)):
+            refuse_removed(options)
             for name in options:
                 if name not in cls.option_names():
-                    refuse_removed([name])
                     raise ValueError(
                         f"Unknown ZeroSync option {name!r} in {source}.{suggest(name, cls.option_names())}"
                     )

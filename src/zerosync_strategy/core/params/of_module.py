@@ -39,7 +39,7 @@ class ModuleParameters:
         self._engine = engine
         self._engines = self.times_written = 0
         self._of: dict[Any, list[Record]] = {}  # by module: the whole one, and parts of it that have an engine
-        groups = gather_groups(engine, topology, streams, config.unshard_streams)
+        groups = gather_groups(engine, topology, streams, config.unshard_streams == "own_communicator")
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
         limit = config.parameters.device if shared else config.parameters.node
