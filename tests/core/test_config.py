@@ -69,6 +69,19 @@ def test_values_that_contradict() -> None:
         ZeroSyncConfig(grad_memory_budget={"node": "1XB"})
 
 
+@pytest.mark.parametrize(
+    ("options", "keeps"),
+    [
+        ({}, False), ({"coalesce": False}, False),
+        ({"grad_memory_budget": 0}, False), ({"grad_memory_budget": 9}, True),
+        ({"grad_memory_budget": {"node": "all"}}, True), ({"grad_memory_budget": {"device": 9, "node": 0}}, False),
+        ({"grad_memory_budget": {"device": "all"}}, False), ({"grad_memory_budget": "auto"}, True),
+    ],
+)  # fmt: skip
+def test_what_may_be_in_node_shards(options: dict[str, Any], keeps: bool) -> None:
+    assert ZeroSyncConfig(**options).gradients.keeps_node_shards == keeps
+
+
 @pytest.mark.parametrize("given", [0, -1, True, "two", 1.5])
 def test_a_node_size_that_is_none(given: Any) -> None:
     with pytest.raises(ValueError, match="'node_size' takes \"auto\" or a number of ranks"):

@@ -201,7 +201,7 @@ class AttachedEngine:
     def summary(self) -> str:
         """Return what a step will send with these options, and what is held, in one line."""
         gradients = size_text(self.parts.reducer.gradients_floor().nbytes)
-        once = "once" if self.parts.config.coalesce else "after each backward (coalesce=False)"
+        once = "once" if self.parts.config.gradients.keeps_any else "after each backward"
         parameters = self.parameters.sends(self.meter.all_once.nbytes)
         return f"each step, a rank sends {gradients} of gradients {once}, and {parameters}"
 

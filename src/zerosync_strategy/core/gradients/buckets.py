@@ -3,8 +3,8 @@
 All ranks reduce the same buckets at the same points, without a message (W4). The order of the buckets is fixed; it
 approximates the order in which backward completes their gradients. A backward may *stream* some buckets: it reduces
 each as soon as the gradients of that bucket and of all buckets before it are complete, or else at its end. The options
-and the layout alone determine which buckets are streamed: none when coalesced without a budget; all without coalescing;
-with a budget, the buckets that do not fit into it; all in the backward that is known to be the last.
+and the layout alone determine which buckets are streamed: those that do not fit into the budget, which is 0 without
+coalescing; all in the backward that is known to be the last.
 
 Gradients stay where autograd accumulates them. One call packs the gradients of a bucket when it is reduced.
 """
@@ -280,7 +280,7 @@ def _choose_levels(
     everything = sum(in_shards.values())
     level_of = dict.fromkeys(nbytes, Level.SHARD)
     budget = config.gradients.device
-    if not config.coalesce:
+    if not config.gradients.sizes_buckets:
         return level_of, limit
     if config.gradients.automatic:  # small buckets, so that the budget can be set in small steps
         return level_of, min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))

@@ -143,7 +143,7 @@ class FlatShards(GradientShards):
 
     def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
         if why := why_stock(self.optimizer):
-            if not config.coalesce or config.gradients.device is not None:
+            if config.gradients.device is not None:
                 raise ValueError(
                     "ZeroSync options 'coalesce=False' and 'grad_memory_budget' reduce gradients in parts, for which"
                     f" the shards of stages 1 and 2 must be laid out anew, and {why}. Leave them out, or use stage 3."

@@ -154,7 +154,9 @@ class ZeroSyncConfig:
 
     @functools.cached_property
     def gradients(self) -> Budget:
-        """``grad_memory_budget``, read."""
+        """``grad_memory_budget``, read; without ``coalesce``, 0, and buckets have the size that they have with it."""
+        if not self.coalesce:
+            return Budget(sizes_buckets=False)
         return Budget.read("grad_memory_budget", self.grad_memory_budget, None, ("node",))
 
     @functools.cached_property

@@ -44,8 +44,7 @@ class ModuleParameters:
         shared = config.parameters.node_in_device
         limit = config.parameters.device if shared else config.parameters.node
         has_levels = any(group.nodes is not None for group in groups.values())
-        all_held = shared and limit is None
-        keeps = has_levels and not all_held and (limit != 0 or config.parameters.automatic)
+        keeps = has_levels and config.parameters.keeps_node_shards
         node_shards = NodeShards(limit, shared) if keeps else None
         for group in groups.values():
             if node_shards is not None and group.nodes is not None:
