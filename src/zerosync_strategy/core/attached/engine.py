@@ -34,7 +34,6 @@ from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.gradients.buckets import keep_freed_memory
 from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradients
 from zerosync_strategy.core.gradients.last_backward import LastBackward
@@ -362,7 +361,6 @@ def _patch_process(engine: Any) -> None:
     patches.add_user(engine)
     allow_any_model()
     if engine.device.type == "cpu":
-        keep_freed_memory()
         leave_out_ranges()
     if zero.stage(engine) == 3:
         let_average()

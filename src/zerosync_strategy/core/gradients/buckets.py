@@ -12,7 +12,6 @@ Gradients stay where autograd accumulates them. One call packs the gradients of 
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -22,13 +21,12 @@ import torch
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.waits import OfReduction
-from zerosync_strategy.core.engine import patches, zero, zero3
+from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling, ShardLayout
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed
-_MOST_KEPT_BYTES = 2**25 - 2**16  # the largest block that glibc can be made to keep, on machines of 64 bits
 _UNUSED = 2  # references to the storage of an unused block: the kept tensor's, and the one that asks
 
 
@@ -96,18 +94,6 @@ class LocalGradients:
     def free_blocks(self) -> None:
         """Free the unused blocks; each of the others is freed with the last reference to it."""
         self._blocks.clear()
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Make glibc keep freed blocks of up to 32 MiB each, 64 MiB in all, for the rest of the process.
-
-    The thresholds of glibc follow the largest block that it has seen freed. If an engine keeps its large blocks, glibc
-    sees none freed and returns the temporary gradients of each backward to the system: 72,000 page faults in a step of
-    four backwards at 35 M parameters. For other C libraries, a block is allocated and freed, without effect.
-    """
-    torch.empty(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")  # torch's default device may be another
-    patches.install(patches.ALLOCATOR)
 
 
 AUTO_BUCKETS = 16
