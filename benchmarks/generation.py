@@ -24,7 +24,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from hosts import Host, link, require_namespaces, variables_of_rank
+from hosts import Host, link, require_namespaces, tune, variables_of_rank
 from output import processor
 
 WAYS = {
@@ -124,6 +124,7 @@ def measure(
 
 def generate(conductor: Connection, hosts: list[Host], rank: int, port: int, system: str, options: Any) -> None:
     """The life of a rank."""
+    tune()
     hosts[rank].enter()
     os.environ |= variables_of_rank(hosts, rank, port)
     import deepspeed

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from generation import llama, measure
-from hosts import Host, link, loopback, require_namespaces, variables_of_rank
+from hosts import Host, link, loopback, require_namespaces, tune, variables_of_rank
 from output import command, processor
 
 SYSTEMS: dict[str, dict[str, Any] | None] = {
@@ -57,6 +57,7 @@ def main() -> None:
 
 def train(conductor: Connection, hosts: list[Host], rank: int, port: int, system: str, options: Any) -> None:
     """The life of a rank: steps of one trainer, each in its turn."""
+    tune()
     hosts[rank].enter()
     own = SYSTEMS[system]
     config: dict[str, Any] = {

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hosts import Host, variables_of_rank
+from hosts import Host, tune, variables_of_rank
 from lightning_systems import make_lightning_system
 from phases import Phases
 from systems import System, full, make_batches, make_system
@@ -90,6 +90,7 @@ def _work(conductor: Connection, job: Job, rank: int) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     for name in ("DeepSpeed", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    tune()
     job.hosts[rank].enter()
     os.environ.update(variables_of_rank(job.hosts, rank, job.port))
     make = make_lightning_system if job.system.startswith("lightning-") else make_system

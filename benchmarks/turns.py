@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from typing import Any
 
-from hosts import LOCAL, free_port, variables_of_rank
+from hosts import LOCAL, free_port, tune, variables_of_rank
 
 RANKS = 2
 
@@ -28,7 +28,7 @@ class Ranks:
             given = variables_of_rank([LOCAL] * RANKS, rank, port) | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
             given |= environment or {}
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(theirs, *arguments, given), daemon=True)
+            process = spawn.Process(target=_serve, args=(serve, theirs, *arguments, given), daemon=True)
             process.start()
             theirs.close()
             self._turns.append(ours)
@@ -47,3 +47,8 @@ class Ranks:
         for process in self._ranks:
             process.join(30)
             process.kill()
+
+
+def _serve(serve: Callable[..., None], *arguments: Any) -> None:
+    tune()
+    serve(*arguments)

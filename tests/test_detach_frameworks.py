@@ -66,7 +66,6 @@ def accelerate_free() -> Callable[[], None]:
 @pytest.mark.parametrize("train", [lightning, lightning_evaluation, fabric, accelerate_end, accelerate_free])
 def test_nothing_stays_replaced(train: Callable[[], Callable[[], None]]) -> None:
     def run() -> tuple[list[str], list[str]]:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         before = snapshot() if os.environ["RANK"] == "0" else {}
         end = train()
         between = differences(before, snapshot()) if before else []

@@ -48,7 +48,7 @@ class StrategyArguments:
         ours = {name: options.pop(name) for name in ZeroSyncConfig.option_names() & options.keys()}
         for name in options:
             if name not in self._parameters or name == "self":
-                refuse_removed([name])
+                refuse_removed(options)
                 known = self._parameters.keys() - {"self"} | ZeroSyncConfig.option_names() | {"stage", "config"}
                 raise TypeError(f"{self._owner} got an unknown option {name!r}.{suggest(name, frozenset(known))}")
         if config is not None and (ignored := options.keys() - self._with_config):

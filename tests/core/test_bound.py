@@ -52,6 +52,7 @@ def trained(stage: int, memory: tuple[int, int] | None, options: dict[str, Any])
         (3, (10 * BYTES, BYTES), {}, 2),  # half of them, beyond stock's half, is more than a quarter of the device
         (1, (10 * BYTES, BYTES), {}, 1),  # stock holds them, too
         (3, (0, BYTES), {"grad_memory_budget": 10 * BYTES}, 1),  # as the program says
+        (2, (0, BYTES), {"grad_memory_budget": {"device": "all"}}, 1),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_reduced_as_it_comes(

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.engines import start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import prepare_cpu
 from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
@@ -62,20 +61,3 @@ def test_counting_every_kind_of_collective() -> None:
         dist.barrier()
 
     run_ranks(run, world_size=3)
-
-
-@pytest.mark.parametrize("policy", ["SCHED_OTHER", "SCHED_IDLE"])
-def test_threads_that_wake_take_the_processor_from_none(policy: str) -> None:
-    """Those of gloo too. What a user has chosen stays."""
-
-    def run() -> set[int]:
-        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
-        before = set(os.listdir("/proc/self/task"))
-        start()
-        dist.barrier()
-        new = set(os.listdir("/proc/self/task")) - before
-        assert new
-        return {os.sched_getscheduler(int(thread)) for thread in (*new, str(os.getpid()))}
-
-    expected = os.SCHED_BATCH if policy == "SCHED_OTHER" else os.SCHED_IDLE
-    assert run_ranks(run) == [{expected}] * 2

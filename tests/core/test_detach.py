@@ -2,7 +2,6 @@
 
 import ast
 import gc
-import os
 import runpy
 import sys
 import types
@@ -36,7 +35,6 @@ def train(engine: Any, steps: int = 2) -> None:
 @pytest.mark.off_device("the simulation has replaced much before")
 def test_nothing_stays_replaced(stage: int, end: str) -> None:
     def run() -> tuple[list[str], list[str], list[str]]:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         before = snapshot()
         prepare_cpu()
         module = network()
@@ -66,7 +64,6 @@ def test_nothing_stays_replaced(stage: int, end: str) -> None:
     assert set(after) <= of_zero3
     unlisted = [name for name in between if not any(is_same(name, patch) for patch in listed)]
     assert set(unlisted) <= of_zero3 and len(between) > 12
-    assert "the process.scheduling" in between
 
 
 def gradient_hooks(module: torch.nn.Module) -> list[list[Any]]:

@@ -1,7 +1,9 @@
 """Options that are gone say what to do instead, for one release."""
 
+import ast
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -9,23 +11,23 @@ import zerosync_strategy
 from zerosync_strategy import ZeroSyncConfig, ZeroSyncFabricStrategy, ZeroSyncPlugin, ZeroSyncStrategy
 from zerosync_strategy.core.options.removed import REMOVED, SINCE
 
-OPTIONS: dict[str, Callable[[str], object]] = {
-    "block": lambda name: ZeroSyncConfig.resolve({name: 1}),
-    "keyword": lambda name: ZeroSyncConfig.resolve(None, {name: 1}),
-    "config": lambda name: ZeroSyncConfig(**{name: 1}),  # type: ignore[arg-type]
-    "lightning": lambda name: ZeroSyncStrategy(**{name: 1}),  # type: ignore[arg-type]
-    "fabric": lambda name: ZeroSyncFabricStrategy(**{name: 1}),  # type: ignore[arg-type]
-    "accelerate": lambda name: ZeroSyncPlugin(**{name: 1}),
+OPTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "block": lambda given: ZeroSyncConfig.resolve(given),
+    "keyword": lambda given: ZeroSyncConfig.resolve(None, given),
+    "config": lambda given: ZeroSyncConfig(**given),
+    "lightning": lambda given: ZeroSyncStrategy(**given),
+    "fabric": lambda given: ZeroSyncFabricStrategy(**given),
+    "accelerate": lambda given: ZeroSyncPlugin(**given),
 }
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_using_it_says_what_to_do_instead(name: str) -> None:
+@pytest.mark.parametrize("said", REMOVED)
+def test_using_it_says_what_to_do_instead(said: str) -> None:
+    name, _, value = said.partition("=")
+    expected = f"ZeroSync option {said!r} was removed in {SINCE}. {REMOVED[said]}"
     for use in OPTIONS.values():
-        with pytest.raises(
-            ValueError, match=f"^ZeroSync option '{name}' was removed in {SINCE}\\. {re.escape(REMOVED[name])}$"
-        ):
-            use(name)
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+            use({name: ast.literal_eval(value or "1")})
 
 
 def test_other_names_are_unknown_as_ever() -> None:

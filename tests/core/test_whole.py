@@ -142,40 +142,6 @@ def test_owners_are_balanced() -> None:
         assert max(held.values()) <= sum(numels) / world_size + max(numels)
 
 
-def matrices_alone(_: tuple[int, ...], options: Any) -> float:
-    return 1.0 if options["whole"] else 0.0
-
-
-def rank_dependent(shape: tuple[int, ...], _: Any) -> float:
-    return float(shape[rank() % len(shape)])
-
-
-@pytest.mark.extended(but=("2",))
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_users_own_cost(stage: int) -> None:
-    """Four matrices beside an embedding that costs nothing: two on each rank, and by Newton-Schulz all on one."""
-
-    def run() -> list[int]:
-        found = []
-        for cost in (matrices_alone, "tests.core.test_whole:matrices_alone", None):
-            net = nn.Sequential(nn.Embedding(50, 5), *[nn.Linear(5, 5, bias=False) for _ in range(4)])
-            optimizer = Mixed([
-                {"params": [each.weight for each in net[1:]], "whole": True}, {"params": net[0].parameters()},
-            ])  # fmt: skip
-            engine = make_engine(net, optimizer, stage)
-            attach(engine, step_cost=cost)
-            found.append(sum(param.shape == (5, 5) for param in optimizer.param_groups[0]["params"]))
-        for cost, what in ((rank_dependent, "other costs on other ranks"), (lambda *_: -1, r"returned -1\.0")):
-            engine = make_engine(net := network(), mixed(net), stage)
-            with pytest.raises(ValueError, match=what):
-                attach(engine, step_cost=cost)
-        return found
-
-    by_rank = run_ranks(run)
-    assert [list(each) for each in zip(*by_rank, strict=True)][:2] == [[2, 2], [2, 2]]
-    assert sorted(found[2] for found in by_rank) == [0, 4]
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_frozen_edited_and_shown(stage: int) -> None:
     """A parameter that is frozen for a while; gradients and parameters that the program looks at and changes."""

@@ -12,6 +12,7 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.parts import STEPS, Net, batch, plain_torch, started
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm import owners
 from zerosync_strategy.core.failures.errors import CheckpointError
 
 WORLDS = (2, 4, 1)
@@ -65,13 +66,13 @@ def test_other_numbers_of_ranks(name: str, stage: int, zero: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize(("name", "stage"), [("adafactor", 2), ("mixed", 3)])
-def test_other_owners_in_16_bits(name: str, stage: int, tmp_path: Path) -> None:
+def test_other_owners_in_16_bits(name: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with other owners goes on to the bit, and so does one with the same: from fp32 master weights."""
 
-    def built(cost: Any = None) -> tuple[Any, torch.optim.Optimizer]:
+    def built() -> tuple[Any, torch.optim.Optimizer]:
         net = started(Net())
         engine = make_engine(net, OPTIMIZERS[name](net), stage, {"reduce_bucket_size": 60}, bf16={"enabled": True})
-        attach(engine, step_cost=cost)
+        attach(engine)
         return engine, engine.optimizer.optimizer
 
     def steps(engine: Any, first: int, last: int) -> dict[str, torch.Tensor]:
@@ -86,8 +87,9 @@ def test_other_owners_in_16_bits(name: str, stage: int, tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path)
         expected = steps(engine, 3, 6)
         owned = []
-        for cost in (None, lambda shape, _: 1.0 / sum(shape)):
-            other, optimizer = built(cost)
+        for cost in (owners.step_cost, lambda shape: 1.0 / sum(shape)):
+            monkeypatch.setattr(owners, "step_cost", cost)
+            other, optimizer = built()
             steps(other, 7, 8)
             other.load_checkpoint(tmp_path)
             found = steps(other, 3, 6)

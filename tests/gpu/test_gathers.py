@@ -117,7 +117,7 @@ def train(system: str, reads: bool = False, backend: str = "") -> tuple[list[flo
 
 @pytest.mark.gpu
 def test_delayed_gathers_are_waited_for(record_property: Callable[[str, object], None]) -> None:
-    found = {system: run_ranks(train, system, world_size=1)[0] for system in ("stock", "shared", "per_group")}
+    found = {system: run_ranks(train, system, world_size=1)[0] for system in ("stock", "per_group")}
     for system, (losses, time) in found.items():
         assert losses == found["stock"][0] and all(map(math.isfinite, losses)), system
         record_property(f"{system}, ms", time)
@@ -126,7 +126,7 @@ def test_delayed_gathers_are_waited_for(record_property: Callable[[str, object],
 
 @pytest.mark.gpu
 def test_without_the_wait_for_a_gather_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = run_ranks(train, "shared", world_size=1)[0]
+    expected, _ = run_ranks(train, "stock", world_size=1)[0]
     monkeypatch.setattr(Streams, "wait_for_unshard", lambda self, event: None)
     losses, _ = run_ranks(train, "per_group", world_size=1)[0]
     assert losses != expected
@@ -135,7 +135,7 @@ def test_without_the_wait_for_a_gather_it_shows(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
 def test_reads_of_what_is_prefetched_wait_for_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = run_ranks(train, "shared", reads=True, world_size=1)[0]
+    expected, _ = run_ranks(train, "per_group", reads=True, world_size=1)[0]
     losses, _ = run_ranks(train, "per_group", reads=True, backend=backend, world_size=1, timeout=280)[0]
     assert all(map(math.isfinite, losses)) and losses == pytest.approx(expected, rel=1e-3 if backend else 0)
     monkeypatch.setattr(Streams, "wait_for_unshard", lambda self, event: None)

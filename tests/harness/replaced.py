@@ -1,6 +1,5 @@
 """What is replaced in this process: a snapshot of the loaded libraries, by walking them, and what differs later."""
 
-import os
 import sys
 import types
 from typing import Any
@@ -11,8 +10,8 @@ Snapshot = dict[tuple[str, ...], Any]
 
 
 def snapshot() -> Snapshot:
-    """Functions, classes, switches and the types of other objects, by module or class and name; threads' scheduling."""
-    found: Snapshot = {("the process", "scheduling"): scheduling()}
+    """Functions, classes, switches and the types of other objects, by module or class and name."""
+    found: Snapshot = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in LIBRARIES and type(module) is types.ModuleType:
             for attribute, value in list(vars(module).items()):
@@ -35,11 +34,6 @@ def note(found: Snapshot, key: tuple[str, ...], value: Any) -> None:
         found |= {(*key, name): each for name, each in switches if isinstance(each, bool)}
     elif type(value).__module__.partition(".")[0] in (*LIBRARIES, "zerosync_strategy"):
         found[(*key, "class")] = type(value)
-
-
-def scheduling() -> set[int]:
-    """Every policy that a thread of this process has."""
-    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
 
 
 def differences(before: Snapshot, after: Snapshot) -> list[str]:

@@ -41,10 +41,10 @@ def findings(sharing: str, backend: str | None = "nccl", **options: Any) -> list
 @pytest.mark.extended(but=("per_group-nccl",))
 @pytest.mark.parametrize(
     ("sharing", "backend"),
-    [("per_group", "nccl"), ("shared", "nccl"), ("own_communicator", "nccl"), ("per_group", None)],
+    [("per_group", "nccl"), ("own_communicator", "nccl"), ("per_group", None)],
 )
 def test_nothing_is_left_unordered(sharing: str, backend: str | None) -> None:
-    zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if sharing == "shared" else {}
+    zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if sharing == "own_communicator" else {}
     assert findings(sharing, backend, **zero) == []
 
 
@@ -97,7 +97,7 @@ STOCK = pytest.param(None, 3, marks=pytest.mark.off_device("ranks may wait in a 
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("sharing", "waits"), [("shared", 0), STOCK])
+@pytest.mark.parametrize(("sharing", "waits"), [("per_group", 0), STOCK])
 def test_a_layer_waits_for_its_own_gather_alone(sharing: str | None, waits: int) -> None:
     """U2: over three groups, what follows is gathered ahead. The first layer waits for none of it; stock for all."""
 

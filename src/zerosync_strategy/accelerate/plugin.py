@@ -75,7 +75,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
         ours = AccelerateConfig.option_names()
         for name in options:
             if name not in ours | _STOCK_FIELDS:
-                frontend.refuse_removed([name])
+                frontend.refuse_removed(options)
                 known = ours | _STOCK_FIELDS | {"stage"}
                 raise TypeError(f"ZeroSyncPlugin got an unknown option {name!r}.{suggest(name, known)}")
         self._stage = stage

@@ -87,7 +87,8 @@ def surroundings(engine: Any, config: ZeroSyncConfig) -> Surroundings:
         communicators = len(set(map(zero3.process_group, engine.module.parameters())))
         communicators *= 2 if config.unshard_streams == "own_communicator" else 1
     own = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if config.node_size == AUTO else int(config.node_size)
-    if 1 < own < ranks and (config.gradients.device is not None or config.parameters.node or not native):
+    keeps_node_shards = config.gradients.keeps_node_shards or config.parameters.keeps_node_shards
+    if 1 < own < ranks and (keeps_node_shards or not native):
         communicators += 2  # within nodes, and between them
     return Surroundings(
         variables=os.environ,

@@ -36,8 +36,8 @@ def bounded(engine: Any, config: ZeroSyncConfig, ranks: int) -> ZeroSyncConfig:
 
     ``ranks``: that shard the gradients. An option that says what to keep is kept.
     """
-    gradients, memory = config.gradients, device_memory(engine.device)
-    if memory is None or not config.coalesce or gradients.automatic or gradients.device is not None:
+    memory = device_memory(engine.device)
+    if memory is None or not config.coalesce or config.grad_memory_budget is not None:
         return config
     if zero.stage(engine) < 3 and why_stock(engine.optimizer):
         return config  # its gradients are reduced at the close

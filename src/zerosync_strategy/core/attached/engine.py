@@ -34,7 +34,6 @@ from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.gradients.buckets import keep_freed_memory
 from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradients
 from zerosync_strategy.core.gradients.last_backward import LastBackward
@@ -201,7 +200,7 @@ class AttachedEngine:
     def summary(self) -> str:
         """Return what a step will send with these options, and what is held, in one line."""
         gradients = size_text(self.parts.reducer.gradients_floor().nbytes)
-        once = "once" if self.parts.config.coalesce else "after each backward (coalesce=False)"
+        once = "once" if self.parts.config.gradients.keeps_any else "after each backward"
         parameters = self.parameters.sends(self.meter.all_once.nbytes)
         return f"each step, a rank sends {gradients} of gradients {once}, and {parameters}"
 
@@ -367,7 +366,6 @@ def _patch_process(engine: Any) -> None:
     patches.add_user(engine)
     allow_any_model()
     if engine.device.type == "cpu":
-        keep_freed_memory()
         leave_out_ranges()
     if zero.stage(engine) == 3:
         let_average()

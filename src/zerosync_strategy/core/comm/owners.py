@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,14 @@ from zerosync_strategy.core.comm.collectives import (
     InFlight,
     Message,
     Summing,
-    digest,
     exchange,
     grouped,
-    is_alike,
     is_native,
     note_launch,
     sum_messages,
     tree_sum,
 )
 from zerosync_strategy.core.comm.nodes import Nodes
-from zerosync_strategy.core.options.config import StepCost
 
 
 def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int) -> list[int]:
@@ -68,36 +65,14 @@ def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int
     return owners
 
 
-def choose_owners(
-    params: Sequence[tuple[Sequence[int], Mapping[str, Any]]], cost: StepCost | None, process_group: Any
-) -> list[int]:
-    """Return the rank of ``process_group`` that owns each parameter. Collective with a ``cost``.
-
-    Args:
-        params: the shape of each, and the options of its group.
-        cost: of the step of one; ``None``: :func:`step_cost`.
-
-    Raises:
-        ValueError: ``cost`` returns no cost, or ranks find others.
-    """
-    costs = [float((cost or step_cost)(tuple(shape), options)) for shape, options in params]
-    for (shape, _), found in zip(params, costs, strict=True):
-        if not 0 <= found < math.inf:
-            raise ValueError(
-                f"ZeroSync option 'step_cost' returned {found} for a parameter of the shape {tuple(shape)}. Let it"
-                " return a finite number, 0 or more."
-            )
-    numels = [math.prod(shape) for shape, _ in params]
-    owners = assign_owners(costs, numels, dist.get_world_size(process_group))
-    if cost is not None and not is_alike(digest(repr(owners)), process_group):
-        raise ValueError(
-            "ZeroSync option 'step_cost' returned other costs on other ranks, so that parameters would have several"
-            " owners. Let it return the same on all ranks."
-        )
-    return owners
+def choose_owners(shapes: Iterable[Sequence[int]], process_group: Any) -> list[int]:
+    """Return the rank of ``process_group`` that owns each parameter, from their ``shapes`` alone."""
+    shapes = list(shapes)
+    costs, numels = [step_cost(shape) for shape in shapes], [math.prod(shape) for shape in shapes]
+    return assign_owners(costs, numels, dist.get_world_size(process_group))
 
 
-def step_cost(shape: Sequence[int], options: Mapping[str, Any]) -> float:
+def step_cost(shape: Sequence[int]) -> float:
     """Return what the step of a parameter costs, as by Newton-Schulz: products of a matrix with its transpose.
 
     A parameter of fewer than two dimensions costs nothing extra.

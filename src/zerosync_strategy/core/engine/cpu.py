@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import time
-from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -21,11 +19,8 @@ def prepare_cpu() -> None:
     DeepSpeed 0.19.8 compiles a shared-memory collective on CPU at every start. This takes 35 to 90 s, and a killed run
     leaves a lock on which later runs hang. Plain gloo does not need it, so the operator is marked as unavailable.
 
-    On Linux, this thread and the threads that it starts later are scheduled as ``SCHED_BATCH`` if they were
-    ``SCHED_OTHER``, the default. A thread that wakes then does not preempt a running one.
-
-    Both changes, and the support of parameters without dimensions, are undone when the last engine is detached or
-    destroyed. Call it again before the next one is made.
+    This, and the support of parameters without dimensions, is undone when the last engine is detached or destroyed.
+    Call it again before the next one is made.
 
     Raises:
         RuntimeError: DeepSpeed's process group exists already, on another accelerator.
@@ -35,7 +30,6 @@ def prepare_cpu() -> None:
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     _start_without_compiler(deepspeed.ops.__compatible_ops__)
-    _preempt_none()
     _pause_at_exit()
     allow_any_model()
     if get_accelerator().device_name() != "cpu":
@@ -86,33 +80,6 @@ def _start_without_compiler(operators: Any) -> None:
             operators[name] = before
 
     patches.install(patches.SHARED_MEMORY, undo)
-
-
-def _preempt_none() -> None:
-    # Each message wakes gloo's thread on the other rank. With fewer cores than threads, that thread may preempt
-    # the thread that sends, which holds the connection's lock. The sender's own thread of gloo then polls
-    # until the lock is free. On two cores, this takes a tenth of a step's time, and two fifths of its kernel time.
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        own = _threads_of(os.SCHED_BATCH)  # the program's own
-        with suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-            def undo() -> None:
-                for thread in _threads_of(os.SCHED_BATCH) - own:
-                    with suppress(OSError):  # it may have ended
-                        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-
-            patches.install(patches.SCHEDULING, undo)
-
-
-def _threads_of(policy: int) -> set[int]:
-    """Return the threads of this process with this scheduling policy."""
-    found = set()
-    for name in os.listdir("/proc/self/task"):
-        with suppress(OSError):
-            if os.sched_getscheduler(int(name)) == policy:
-                found.add(int(name))
-    return found
 
 
 @functools.cache

@@ -62,8 +62,6 @@ FULL_GRADIENT = Patch("deepspeed.utils.tensor_fragment.safe_get_full_grad", "__c
 RANGES = Patch("deepspeed.utils.nvtx", "enable_nvtx", "on CPU, no ranges for profilers, which have none there")
 SHARED_MEMORY = Patch("deepspeed.ops", "__compatible_ops__['deepspeed_shm_comm']",
                       "on CPU, DeepSpeed starts without a compiler")
-SCHEDULING = Patch("the process", "scheduling policy",
-                   "on Linux and CPU, threads that wake take the processor from none (SCHED_BATCH)")
 ZERO_GRAD = Patch("torch.nn.Module", "zero_grad", "gradients that were reduced already are dropped, too")
 BACKEND = Patch("deepspeed.comm.comm", "cdb", "the bytes that its collectives send are counted, by a class of its own")
 MAKE_AVERAGE = Patch(_AVERAGED, "__init__", "a copy of sharded parameters is an error")
@@ -97,8 +95,6 @@ ACCELERATOR = Patch("deepspeed.accelerator", "set_accelerator()", "prepare_cpu()
                     stays="engines that were made go on with it")
 EXIT = Patch("the process", "exit", "on CPU, a pause of 0.1 s, in which gloo's threads end",
              stays="gloo's threads end with the process")
-ALLOCATOR = Patch("the process", "malloc", "on CPU, glibc keeps what is freed, in blocks of up to 32 MiB",
-                  stays="glibc has learned it, and has no call to forget it")
 # fmt: on
 
 EVERY = tuple(value for value in list(globals().values()) if isinstance(value, Patch))

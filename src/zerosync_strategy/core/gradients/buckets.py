@@ -3,8 +3,8 @@
 All ranks reduce the same buckets at the same points, without a message (W4). The order of the buckets is fixed; it
 approximates the order in which backward completes their gradients. A backward may *stream* some buckets: it reduces
 each as soon as the gradients of that bucket and of all buckets before it are complete, or else at its end. The options
-and the layout alone determine which buckets are streamed: none when coalesced without a budget; all without coalescing;
-with a budget, the buckets that do not fit into it; all in the backward that is known to be the last.
+and the layout alone determine which buckets are streamed: those that do not fit into the budget, which is 0 without
+coalescing; all in the backward that is known to be the last.
 
 Gradients stay where autograd accumulates them. One call packs the gradients of a bucket when it is reduced.
 """
@@ -12,7 +12,6 @@ Gradients stay where autograd accumulates them. One call packs the gradients of 
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -22,13 +21,12 @@ import torch
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.waits import OfReduction
-from zerosync_strategy.core.engine import patches, zero, zero3
+from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling, ShardLayout
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed
-_MOST_KEPT_BYTES = 2**25 - 2**16  # the largest block that glibc can be made to keep, on machines of 64 bits
 _UNUSED = 2  # references to the storage of an unused block: the kept tensor's, and the one that asks
 
 
@@ -96,18 +94,6 @@ class LocalGradients:
     def free_blocks(self) -> None:
         """Free the unused blocks; each of the others is freed with the last reference to it."""
         self._blocks.clear()
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Make glibc keep freed blocks of up to 32 MiB each, 64 MiB in all, for the rest of the process.
-
-    The thresholds of glibc follow the largest block that it has seen freed. If an engine keeps its large blocks, glibc
-    sees none freed and returns the temporary gradients of each backward to the system: 72,000 page faults in a step of
-    four backwards at 35 M parameters. For other C libraries, a block is allocated and freed, without effect.
-    """
-    torch.empty(_MOST_KEPT_BYTES, dtype=torch.uint8, device="cpu")  # torch's default device may be another
-    patches.install(patches.ALLOCATOR)
 
 
 AUTO_BUCKETS = 16
@@ -280,7 +266,7 @@ def _choose_levels(
     everything = sum(in_shards.values())
     level_of = dict.fromkeys(nbytes, Level.SHARD)
     budget = config.gradients.device
-    if not config.coalesce:
+    if not config.gradients.sizes_buckets:
         return level_of, limit
     if config.gradients.automatic:  # small buckets, so that the budget can be set in small steps
         return level_of, min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))

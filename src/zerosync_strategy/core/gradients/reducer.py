@@ -64,8 +64,7 @@ class Reducer:
         ordered = config.reduction == "ordered"
         for layout in self.layouts:
             layout.in_two_levels |= ordered
-            may_use_nodes = ordered or config.gradients.device is not None
-            if layout.params and layout.nodes is not None and may_use_nodes:
+            if layout.params and layout.nodes is not None and (ordered or config.gradients.keeps_node_shards):
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
         self._norm = Norm(shards, NUMBERS)

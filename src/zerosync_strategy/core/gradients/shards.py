@@ -40,13 +40,13 @@ class GradientShards(ABC):
         self.dtype = zero.reduction_dtype(engine)
         self.streams = Streams()
         self.buckets_of: dict[Any, list[GradientBucket]] = {}
-        self.layouts = self._read_layouts(config)
+        self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
         self.local = LocalGradients(self.optimizer, self.streams)
 
     @abstractmethod
-    def _read_layouts(self, config: ZeroSyncConfig) -> Sequence[Any]:
-        """Return the layouts. Collective with owners."""
+    def _read_layouts(self) -> Sequence[Any]:
+        """Return the layouts."""
 
     def most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
         """Return the largest bucket in bytes that other messages allow."""

@@ -112,7 +112,7 @@ class FlatShards(GradientShards):
 
     layouts: list[FlatLayout]
 
-    def _read_layouts(self, config: ZeroSyncConfig) -> list[FlatLayout]:
+    def _read_layouts(self) -> list[FlatLayout]:
         zero12.leave_graphs(self.optimizer)
         self.groups = zero12.flat_groups(self.optimizer)
         divisor = zero12.averaging_divisor(self.optimizer)
@@ -120,7 +120,7 @@ class FlatShards(GradientShards):
             dict(sorted(zip(group.params, group.offsets, strict=True), key=lambda pair: pair[1]))
             for group in self.groups
         ]
-        owners = self._choose_owners(in_order, config) if self.whole else None
+        owners = self._choose_owners(in_order) if self.whole else None
         layouts: list[FlatLayout] = []
         for group, offsets in zip(self.groups, in_order, strict=True):
             nodes = self.topology.of(group.process_group)
@@ -131,22 +131,19 @@ class FlatShards(GradientShards):
                 layouts.append(OwnedLayout(offsets, owners, *common))
         return layouts
 
-    def _choose_owners(self, in_order: list[dict[Any, int]], config: ZeroSyncConfig) -> dict[Any, int]:
+    def _choose_owners(self, in_order: list[dict[Any, int]]) -> dict[Any, int]:
         by_group: dict[Any, list[Any]] = {}
-        options: dict[Any, Any] = {}
         for group, params in zip(self.groups, in_order, strict=True):
             by_group.setdefault(group.process_group, []).extend(params)
-            options |= dict.fromkeys(params, self.optimizer.optimizer.param_groups[group.index])
         owners: dict[Any, int] = {}
         for process_group, params_of_group in by_group.items():
-            described = [(param.shape, options[param]) for param in params_of_group]
-            chosen = choose_owners(described, config.cost_function, process_group)
+            chosen = choose_owners((param.shape for param in params_of_group), process_group)
             owners |= zip(params_of_group, chosen, strict=True)
         return owners
 
     def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
         if why := why_stock(self.optimizer):
-            if not config.coalesce or config.gradients.device is not None:
+            if config.gradients.device is not None:
                 raise ValueError(
                     "ZeroSync options 'coalesce=False' and 'grad_memory_budget' reduce gradients in parts, for which"
                     f" the shards of stages 1 and 2 must be laid out anew, and {why}. Leave them out, or use stage 3."

@@ -112,7 +112,7 @@ class PerParamShards(GradientShards):
 
     layouts: list[PerParamLayout | OwnedLayout]
 
-    def _read_layouts(self, config: ZeroSyncConfig) -> list[PerParamLayout | OwnedLayout]:
+    def _read_layouts(self) -> list[PerParamLayout | OwnedLayout]:
         optimizer = self.optimizer
         self.on_device = not zero.offloads(optimizer)
         self.owned: dict[OwnedLayout, torch.Tensor] = {}
@@ -120,10 +120,6 @@ class PerParamShards(GradientShards):
         by_group: dict[Any, list[Any]] = {}
         for param in (param for group in zero3_optimizer.param_groups(optimizer) for param in group):
             by_group.setdefault(zero3_optimizer.gradient_group(optimizer, param), []).append(param)
-        options = {}
-        if self.whole:
-            groups = zip(zero3_optimizer.torch_groups(optimizer), optimizer.optimizer.param_groups, strict=True)
-            options = {param: of_group for params, of_group in groups for param in params}
         everyone = dist.get_world_size(zero.data_parallel_group(optimizer))
         layouts: list[PerParamLayout | OwnedLayout] = []
         for process_group, params in by_group.items():
@@ -134,8 +130,7 @@ class PerParamShards(GradientShards):
             if not self.whole:
                 layouts.append(PerParamLayout(process_group, params, *common))
                 continue
-            described = [(zero3.full_shape(param), options[param]) for param in params]
-            owners = choose_owners(described, config.cost_function, process_group)
+            owners = choose_owners(map(zero3.full_shape, params), process_group)
             offsets = dict(zip(params, itertools.accumulate([0, *map(zero3.full_numel, params)]), strict=False))
             owner_of = dict(zip(params, owners, strict=True))
             layouts.append(OwnedLayout(offsets, owner_of, process_group, *common))

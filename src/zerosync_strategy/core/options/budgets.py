@@ -26,6 +26,7 @@ class Budget:
         node_in_device: ``device`` covers node shards and full tensors together.
         automatic: ``device`` is chosen automatically.
         limit: bytes that a rank may use in all, for an automatic budget; ``None``: the device's free memory.
+        sizes_buckets: what exceeds the budget waits for its reduction in buckets as small as the budget is.
     """
 
     device: int | None = 0
@@ -34,10 +35,16 @@ class Budget:
     node_in_device: bool = True
     automatic: bool = False
     limit: int | None = None
+    sizes_buckets: bool = True
 
     @property
     def keeps_any(self) -> bool:
         return self.automatic or any(nbytes != 0 for nbytes in (self.device, self.node, self.host))
+
+    @property
+    def keeps_node_shards(self) -> bool:
+        """Whether any may be kept in node shards, on several nodes. With all in full, none is left for them."""
+        return self.automatic or (self.device not in (0, None) if self.node_in_device else self.node != 0)
 
     @classmethod
     def read(cls, option: str, given: Any, unlimited: str | None, places: Sequence[str]) -> Budget:
@@ -65,7 +72,7 @@ class Budget:
             raise ValueError(
                 f"ZeroSync option {option!r} takes sizes for {', '.join(first)} and {last}, got {dict(given)!r}."
             )
-        sizes: dict[str, int | None] = {}
+        sizes: dict[str, Any] = {}
         for where, size in given.items():
             if size == "all" and where != AUTO:
                 sizes[where] = None

@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerosync_strategy.core.options.budgets import AUTO, Budget
 from zerosync_strategy.core.options.removed import refuse_removed
 
-StepCost = Callable[[tuple[int, ...], Mapping[str, Any]], float]
-"""Returns the cost of the step of a parameter, from its shape and the options of its group in the optimizer."""
 BLOCK = "zerosync"
 """Name of the optional block in a DeepSpeed configuration that holds these options."""
 WHOLE = "whole"
@@ -46,10 +43,9 @@ class ZeroSyncConfig:
         loss_reduction: ``"mean"``: losses are means, and the step is that of the mean over ranks. ``"sum"``: losses are
             sums over items, which ``ZeroSync.mean_over()`` counts, and the step is that of the mean over all items.
         overlap_last: reduce during the backward that is known to be the last of its window.
-        unshard_streams: ZeRO-3 on a device with streams: gather parameters on one stream per process group that shards
-            any (``"per_group"``), or all on one stream (``"shared"``). The order of the gathers is the same.
-            ``"own_communicator"``: as ``"per_group"``, and on NCCL over a communicator of high priority that has no
-            reductions, so that its gathers wait for none. It takes NCCL's buffers once more. DeepSpeed's own gathers
+        unshard_streams: ZeRO-3 on a device with streams: ``"per_group"``: parameters are gathered on one stream per
+            process group that shards any. ``"own_communicator"``: and on NCCL over a communicator of high priority that
+            has no reductions, so that gathers wait for none. It takes NCCL's buffers once more. DeepSpeed's own gathers
             (quantized, on NVMe, hpZ) and those within nodes stay where they are.
         eager_frames: ZeRO-3: a parameter that is read while it is partitioned is unsharded for its reader (rule E1),
             which ``torch.compile`` needs. ``False``: as in DeepSpeed.
@@ -72,10 +68,6 @@ class ZeroSyncConfig:
         elementwise_optimizer: ``False``: a trial on small parameters decides. An optimizer that updates each element by
             itself steps ZeRO's flat shards. One that needs whole parameters steps each of them on one rank. Any other
             is an error. ``True``: treat it as the first kind. ``"whole"``: treat it as the second kind.
-        step_cost: for an optimizer that needs whole parameters: the cost of the step of a parameter, in any unit, by
-            which owners are balanced. A function of its shape and the options of its group in the optimizer, or its
-            name, as ``"package.module:function"``. Parameters of cost 0 are balanced by their elements alone. ``None``:
-            the cost of Newton-Schulz, for parameters with two dimensions or more.
 
     Raises:
         TypeError, ValueError: an option has the wrong type or value; the message names the option and what it got.
@@ -97,7 +89,6 @@ class ZeroSyncConfig:
     report_every: int = 0
     report_file: str | None = None
     elementwise_optimizer: bool | str = False
-    step_cost: StepCost | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums", "checkpoint_background"):
@@ -107,11 +98,6 @@ class ZeroSyncConfig:
             raise TypeError(
                 f"ZeroSync option 'elementwise_optimizer' takes True, False or {WHOLE!r}, got"
                 f" {self.elementwise_optimizer!r}."
-            )
-        if not (self.step_cost is None or callable(self.cost_function)):
-            raise TypeError(
-                "ZeroSync option 'step_cost' takes a function of a shape and a mapping of options, or its name, as"
-                f" 'package.module:function', got {self.step_cost!r}."
             )
         names = self.unit_modules
         is_list = isinstance(names, (list, tuple)) and len(names) > 0
@@ -134,9 +120,9 @@ class ZeroSyncConfig:
                 "ZeroSync option 'checkpoint_background' got True with checkpoint_format='deepspeed', whose files"
                 " DeepSpeed writes. Give checkpoint_format='distributed', too."
             )
-        if self.unshard_streams not in ("per_group", "shared", "own_communicator"):
+        if self.unshard_streams not in ("per_group", "own_communicator"):
             raise ValueError(
-                "ZeroSync option 'unshard_streams' takes 'per_group', 'shared' or 'own_communicator', got"
+                "ZeroSync option 'unshard_streams' takes 'per_group' or 'own_communicator', got"
                 f" {self.unshard_streams!r}."
             )
         if self.grad_memory_budget is not None and not self.coalesce:
@@ -167,19 +153,10 @@ class ZeroSyncConfig:
             )
 
     @functools.cached_property
-    def cost_function(self) -> StepCost | None:
-        """``step_cost``, imported."""
-        if not isinstance(self.step_cost, str):
-            return self.step_cost
-        try:
-            found: StepCost = pkgutil.resolve_name(self.step_cost)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"ZeroSync option 'step_cost' got {self.step_cost!r}: {error}.") from error
-        return found
-
-    @functools.cached_property
     def gradients(self) -> Budget:
-        """``grad_memory_budget``, read."""
+        """``grad_memory_budget``, read; without ``coalesce``, 0, and buckets have the size that they have with it."""
+        if not self.coalesce:
+            return Budget(sizes_buckets=False)
         return Budget.read("grad_memory_budget", self.grad_memory_budget, None, ("node",))
 
     @functools.cached_property
@@ -226,9 +203,9 @@ class ZeroSyncConfig:
         if not isinstance(block, Mapping):
             raise TypeError(f"The {BLOCK!r} block of the DeepSpeed configuration takes a mapping, got {block!r}.")
         for source, options in ((f"the {BLOCK!r} block", block), ("the keyword arguments", keywords)):
+            refuse_removed(options)
             for name in options:
                 if name not in cls.option_names():
-                    refuse_removed([name])
                     raise ValueError(
                         f"Unknown ZeroSync option {name!r} in {source}.{suggest(name, cls.option_names())}"
                     )

@@ -54,17 +54,16 @@ class GatherGroup:
                 dist.destroy_process_group(self.communicator)
 
 
-def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: str) -> dict[Any, GatherGroup]:
+def gather_groups(engine: Any, topology: Topology, streams: Streams, separate: bool) -> dict[Any, GatherGroup]:
     """Return the groups of the engine's parameters, by process group, in the order of gathers.
 
-    ``sharing``: ``"per_group"``: each gathers on its own stream; ``"shared"``: all on one; ``"own_communicator"``: as
-    the first, and on NCCL over a communicator without reductions. Collective then.
+    ``separate``: on NCCL, each gathers over a communicator without reductions. Collective then.
     """
     by_all_reduce = gathering.config_of(engine).use_all_reduce_for_fetch_params  # sums each rank's shard and zeros
     # Two groups of the same ranks keep the order of their parameters.
     process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
-    count = 1 if sharing == "shared" else min(len(process_groups), MAX_STREAMS)
-    made = streams.make_gather_streams(count, gathering.config_of(engine).overlap_comm) or [None]
+    count, overlaps = min(len(process_groups), MAX_STREAMS), gathering.config_of(engine).overlap_comm
+    made = streams.make_gather_streams(count, overlaps) or [None]
     is_plain = zero.is_plain(zero.comm_backend())
     groups: dict[Any, GatherGroup] = {}
     for place, group in enumerate(sorted(process_groups, key=_place)):
@@ -73,8 +72,8 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, sharing: st
         nodes = topology.of(group) if digest is not None else None
         is_nccl = backend_for(group, engine.device.type) == "nccl"
         stream, members = made[place % len(made)], dist.get_process_group_ranks(group)
-        separate = sharing == "own_communicator" and is_nccl and digest is not None
-        communicator = new_group(members, group, engine.device, is_first=True) if separate else group
+        makes = separate and is_nccl and digest is not None
+        communicator = new_group(members, group, engine.device, is_first=True) if makes else group
         of_group = str(members), digest, nodes, is_nccl, is_plain and not tagged, stream
         groups[group] = GatherGroup(group, communicator, place, *of_group)
     return groups

@@ -39,13 +39,12 @@ class ModuleParameters:
         self._engine = engine
         self._engines = self.times_written = 0
         self._of: dict[Any, list[Record]] = {}  # by module: the whole one, and parts of it that have an engine
-        groups = gather_groups(engine, topology, streams, config.unshard_streams)
+        groups = gather_groups(engine, topology, streams, config.unshard_streams == "own_communicator")
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
         limit = config.parameters.device if shared else config.parameters.node
         has_levels = any(group.nodes is not None for group in groups.values())
-        all_held = shared and limit is None
-        keeps = has_levels and not all_held and (limit != 0 or config.parameters.automatic)
+        keeps = has_levels and config.parameters.keeps_node_shards
         node_shards = NodeShards(limit, shared) if keeps else None
         for group in groups.values():
             if node_shards is not None and group.nodes is not None:
