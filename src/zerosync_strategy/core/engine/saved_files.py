@@ -88,10 +88,9 @@ def files_of(folder: Path, rank: int) -> list[Path]:
     """
     if (kind := kind_of(folder)) is None:
         return []
-    found, path = next(iter(shards_of(folder).items()))
-    rank %= kind.ranks
+    path, rank = next(iter(shards_of(folder).values())), rank % kind.ranks
     model = _MODEL_OF_RANK.format(rank) if kind.on_stage_3 else _MODEL
-    return [folder / model, path.with_name(path.name.replace(f"_rank_{found}_mp", f"_rank_{rank}_mp"))]
+    return [folder / model, path.with_name(re.sub(r"rank_\d+", f"rank_{rank}", path.name, count=1))]
 
 
 def names_of(folder: Path, rank: int) -> list[list[Any]]:
