@@ -7,14 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from tests.core.test_checkpoints import error_of
 from tests.core.test_fp16 import device
 from tests.core.test_whole_checkpoints import adafactor, mixed
 from tests.harness.checkpoints import die_instead
-from tests.harness.engines import make_engine, rank
+from tests.harness.engines import configuration, make_engine, rank, start
 from tests.harness.optimizers import noted
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -64,6 +66,50 @@ def test_other_stages_and_numbers_of_ranks(tmp_path: Path) -> None:
     for run, expected in enumerate(oracle):
         ended = run_ranks(train, run, world_size=RUNS[run][1])
         assert max(distance(parameters, expected) for parameters in ended) == 0.0, RUNS[run]
+
+
+def test_sequence_parallelism(tmp_path: Path) -> None:
+    """By an ``mpu``, as Accelerate makes it, ZeRO shards over all ranks, and is saved so."""
+    runs = ((2, 2), (3, 4), (1, 1))
+
+    def train(run: int) -> dict[str, torch.Tensor]:
+        start()
+        (stage, ranks), net = runs[run], Net() if run else started(Net())
+        if ranks > 1:
+            parallel_state_sp.initialize_sequence_parallel(2)
+        engine, *_ = deepspeed.initialize(
+            model=net, optimizer=net.optimizer(), mpu=parallel_state_sp if ranks > 1 else None,
+            config=configuration(stage), dist_init_required=False,
+        )  # fmt: skip
+        assert engine.sequence_parallel_size == min(2, ranks)
+        attach(engine, **DISTRIBUTED, checkpoint_background=True)
+        if run:
+            engine.load_checkpoint(tmp_path)
+            assert engine.global_steps == run * STEPS
+        for step in range(run * STEPS, (run + 1) * STEPS):
+            for backward in range(2):
+                engine.backward(engine(batch(step, backward, rank())))
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        ended = full_parameters(engine.module)
+        engine.destroy()
+        return ended
+
+    (oracle,) = run_ranks(plain_torch, Net.optimizer, [ranks for _, ranks in runs], world_size=1)
+    for run, expected in enumerate(oracle):
+        ended = run_ranks(train, run, world_size=runs[run][1])
+        assert max(distance(parameters, expected) for parameters in ended) == 0.0, runs[run]
+
+
+def test_sequence_parallelism_over_which_nothing_is_sharded_is_refused() -> None:
+    """DeepSpeed's mesh of the configuration's sizes leaves its ranks with parameters of their own."""
+
+    def run() -> None:
+        engine = make_engine(net := Net(), net.optimizer(), 2, data_parallel_size=1, sequence_parallel_size=2)
+        with pytest.raises(ValueError, match=r"'checkpoint_format' got 'distributed'.*'sequence_parallel_size'"):
+            attach(engine, **DISTRIBUTED)
+
+    run_ranks(run)
 
 
 OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {

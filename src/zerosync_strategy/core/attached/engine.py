@@ -339,7 +339,10 @@ def check_distributed(engine: Any) -> None:
     """Raise ``ValueError`` if a distributed checkpoint cannot hold what ``engine`` has."""
     why = engine_state.why_not_distributed(engine)
     if not why and any(dist.get_world_size(group) != dist.get_world_size() for group in zero.process_groups(engine)):
-        why = "parameters that not all ranks shard: shard_over(), tensor or pipeline parallelism, experts, MiCS"
+        why = (
+            "parameters that not all ranks shard: shard_over(), tensor or pipeline parallelism, experts, MiCS, or"
+            " 'sequence_parallel_size' without an mpu whose groups for ZeRO have all ranks"
+        )
     if why:
         raise ValueError(
             f"ZeroSync option 'checkpoint_format' got 'distributed', and found {why}. Leave one of them out."
