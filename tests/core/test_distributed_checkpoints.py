@@ -1,22 +1,28 @@
 """Distributed checkpoints: any number of ranks on any stage goes on, as plain torch that never stopped."""
 
 import contextlib
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from tests.core.test_checkpoints import error_of
 from tests.core.test_fp16 import device
 from tests.core.test_whole_checkpoints import adafactor, mixed
-from tests.harness.engines import make_engine, rank
+from tests.harness.checkpoints import die_instead
+from tests.harness.engines import configuration, make_engine, rank, start
 from tests.harness.optimizers import noted
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.parts import STEPS, Net, batch, plain_torch, started
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.checkpoints import dcp
 from zerosync_strategy.core.checkpoints.dcp import Reader
 
 RUNS = ((2, 2), (3, 1), (1, 3), (3, 4), (2, 4), (3, 2), (3, 3), (1, 2), (2, 1))
@@ -60,6 +66,50 @@ def test_other_stages_and_numbers_of_ranks(tmp_path: Path) -> None:
     for run, expected in enumerate(oracle):
         ended = run_ranks(train, run, world_size=RUNS[run][1])
         assert max(distance(parameters, expected) for parameters in ended) == 0.0, RUNS[run]
+
+
+def test_sequence_parallelism(tmp_path: Path) -> None:
+    """By an ``mpu``, as Accelerate makes it, ZeRO shards over all ranks, and is saved so."""
+    runs = ((2, 2), (3, 4), (1, 1))
+
+    def train(run: int) -> dict[str, torch.Tensor]:
+        start()
+        (stage, ranks), net = runs[run], Net() if run else started(Net())
+        if ranks > 1:
+            parallel_state_sp.initialize_sequence_parallel(2)
+        engine, *_ = deepspeed.initialize(
+            model=net, optimizer=net.optimizer(), mpu=parallel_state_sp if ranks > 1 else None,
+            config=configuration(stage), dist_init_required=False,
+        )  # fmt: skip
+        assert engine.sequence_parallel_size == min(2, ranks)
+        attach(engine, **DISTRIBUTED, checkpoint_background=True)
+        if run:
+            engine.load_checkpoint(tmp_path)
+            assert engine.global_steps == run * STEPS
+        for step in range(run * STEPS, (run + 1) * STEPS):
+            for backward in range(2):
+                engine.backward(engine(batch(step, backward, rank())))
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        ended = full_parameters(engine.module)
+        engine.destroy()
+        return ended
+
+    (oracle,) = run_ranks(plain_torch, Net.optimizer, [ranks for _, ranks in runs], world_size=1)
+    for run, expected in enumerate(oracle):
+        ended = run_ranks(train, run, world_size=runs[run][1])
+        assert max(distance(parameters, expected) for parameters in ended) == 0.0, runs[run]
+
+
+def test_sequence_parallelism_over_which_nothing_is_sharded_is_refused() -> None:
+    """DeepSpeed's mesh of the configuration's sizes leaves its ranks with parameters of their own."""
+
+    def run() -> None:
+        engine = make_engine(net := Net(), net.optimizer(), 2, data_parallel_size=1, sequence_parallel_size=2)
+        with pytest.raises(ValueError, match=r"'checkpoint_format' got 'distributed'.*'sequence_parallel_size'"):
+            attach(engine, **DISTRIBUTED)
+
+    run_ranks(run)
 
 
 OPTIMIZERS: dict[str, Callable[[Net], torch.optim.Optimizer]] = {
@@ -232,3 +282,65 @@ def test_where_a_tag_is_no_directory_of_its_own(tmp_path: Path) -> None:
         assert (tmp_path / folder / "notes").read_text() == "of the program"
     assert (tmp_path / "elsewhere" / ".metadata").exists() and (tmp_path / "run" / "link").is_symlink()
     assert not [path for path in (tmp_path / "run" / "other").iterdir() if "distcp" in path.name]
+
+
+KILLS: dict[str, tuple[Callable[[], None], int]] = {
+    "before it takes the tag": (die_instead(os, "rename", 1), 1),
+    "between the two": (die_instead(os, "rename", 2), 1),
+    "before the program's files are moved": (die_instead(os, "rename", 3), 2),
+    "before the older one is removed": (die_instead(shutil, "rmtree", 0), 2),
+}
+"""What the first rank does last of a save over an existing tag, and the step of what has the tag then.
+
+Its first renaming is that of torch's ``.metadata.tmp``.
+"""
+
+
+def step_once(engine: Any) -> None:
+    engine.backward(engine(batch(engine.global_steps, 0, rank())))
+    engine.step()
+
+
+def test_a_save_that_is_killed_while_it_takes_the_place_of_another(tmp_path: Path) -> None:
+    """Whatever comes next, one of the two has the tag, with the program's files, and nothing is left beside it."""
+
+    def killed(where: str) -> None:
+        engine = make_engine(net := Net(), net.optimizer(), 2)
+        attach(engine, **DISTRIBUTED)
+        step_once(engine)
+        engine.save_checkpoint(tmp_path / where, tag="best")
+        if rank() == 0:
+            (tmp_path / where / "best" / "notes").write_text("of the program")
+            KILLS[where][0]()
+        step_once(engine)
+        engine.save_checkpoint(tmp_path / where, tag="best")
+
+    def left(where: str, then: str) -> None:
+        folder, (_, step) = tmp_path / then / where, KILLS[where]
+        engine = make_engine(net := Net(), net.optimizer(), 2)
+        attach(engine, **({} if then == "a save of DeepSpeed's files" else DISTRIBUTED))
+        if then == "a failed save":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dcp, "write", lambda *_: 1 / 0)
+                error_of(engine.save_checkpoint, folder, tag="best")
+        if then in ("a load", "a failed save"):
+            engine.load_checkpoint(folder)
+            assert engine.global_steps == step, (where, then)
+        step_once(engine)
+        engine.save_checkpoint(folder, tag="best")
+        engine.load_checkpoint(folder)
+        engine.destroy()
+        assert (folder / "best" / "notes").read_text() == "of the program", (where, then)
+        if "DeepSpeed" not in then:
+            assert sorted(path.name for path in folder.iterdir()) == ["best", "latest"], (where, then)
+
+    def all_left() -> None:
+        for then in ("a save", "a failed save", "a save of DeepSpeed's files"):
+            for where in KILLS:
+                if "DeepSpeed" not in then or where == "between the two":
+                    shutil.copytree(tmp_path / where, tmp_path / then / where)
+                    left(where, then)
+
+    for where in KILLS:
+        run_ranks(killed, where, expect="any")
+    run_ranks(all_left, world_size=1)

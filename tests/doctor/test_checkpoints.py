@@ -53,3 +53,21 @@ def test_checkpoints_on_the_disk(tmp_path: Path) -> None:
     done = command("doctor", "--json", "--checkpoint", str(run / "zz_interrupted"))
     assert done.returncode == json.loads(done.stdout)["exit_status"] == 1
     assert command("doctor", "--checkpoint", str(tmp_path / "nothing")).returncode == 2
+
+
+def test_a_save_that_was_killed_between_its_renames(tmp_path: Path) -> None:
+    """What had the tag is there for the next load, so that nothing is an error."""
+
+    def save() -> None:
+        attach(engine := make_engine(2), checkpoint_format="distributed")
+        engine.save_checkpoint(tmp_path, tag="one")
+
+    run_ranks(save)
+    shutil.copytree(tmp_path / "one", tmp_path / ".one.writing")
+    (tmp_path / "one").rename(tmp_path / ".one.replaced")
+    found = doctor.check(tmp_path)
+    assert [each.level for each in found] == [Level.NOTE, Level.NOTE]
+    assert "gives it its name back" in found[0].remedy
+    assert manifests.is_distributed(tmp_path / "one") and not (tmp_path / ".one.replaced").exists()
+    (tmp_path / "one").rename(tmp_path / "gone")
+    assert not manifests.is_distributed(tmp_path / "one")

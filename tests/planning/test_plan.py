@@ -122,6 +122,42 @@ def test_a_replay_sends_and_holds_what_a_run_does(system: str, stage: int, given
     assert sum(found["peak"].values()) == pytest.approx(held, rel=0.01, abs=LARGE_BYTES)
 
 
+IN_BACKGROUND = {"checkpoint_format": "distributed", "checkpoint_background": True}
+
+
+def frozen() -> tuple[nn.Module, Any]:
+    """Frozen weights, whose number of elements two ranks do not divide, and buffers."""
+    network = nn.Sequential(nn.Linear(301, 101), nn.BatchNorm1d(101), nn.Linear(101, 301))
+    network[0].requires_grad_(False)
+    return network, (torch.zeros(4, 301),)
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(1, "AdamW"), (2, "AdamW"), (3, "AdamW"), (2, "mixed"), (3, "mixed")])
+def test_the_copies_of_a_checkpoint_take_what_a_run_takes(stage: int, optimizer: str, tmp_path: Path) -> None:
+    workload = dataclasses.replace(
+        WORKLOAD, model=f"{__name__}:frozen", dtype="bf16", micro_batches=1,
+        optimizer=f"{__name__}:mixed" if optimizer == "mixed" else optimizer,
+    )  # fmt: skip
+    make = optimizers.mixed if optimizer == "mixed" else (lambda module: torch.optim.AdamW(module.parameters()))
+
+    def run() -> int:
+        module, batch = models.build(workload)
+        engine = make_engine(module, make(module), stage, ZERO, bf16={"enabled": True})
+        handle = attach(engine, **IN_BACKGROUND)
+        for _ in range(2):
+            engine.backward(models.loss_of(engine, batch))
+            engine.step()
+            engine.save_checkpoint(tmp_path)
+        engine.backward(models.loss_of(engine, batch))
+        engine.step()
+        assert handle.report is not None
+        return handle.report.copied_bytes
+
+    copied, _ = run_ranks(run, timeout=200)
+    found = replayed(workload, OptionSet(ZEROSYNC, stage, IN_BACKGROUND))
+    assert found["copied_bytes"] == copied > 0
+
+
 def test_backwards_that_are_not_replayed_are_counted() -> None:
     options = OptionSet(ZEROSYNC, 3)
     sent = []
@@ -265,10 +301,12 @@ def test_a_wrong_command_is_told_from_a_failed_replay(arguments: list[str], word
     assert word in " ".join(re.sub(r"[│╭╮╰╯─]", " ", click.unstyle(done.output)).split()), done.output
 
 
-def test_a_plan_is_a_table_and_a_configuration() -> None:
-    """Of a Llama of given sizes."""
+def test_a_plan_is_a_table_and_a_configuration(tmp_path: Path) -> None:
+    """Of a Llama of given sizes; the options for checkpoints are those of the configuration."""
+    (tmp_path / "ds.json").write_text(json.dumps({"zerosync": IN_BACKGROUND | {"grad_memory_budget": 7}}))
     arguments = ["layers=1,hidden=128,heads=4,vocab=512,checkpointing=1", "--ranks", "2", "--batch", "2x32"]
     arguments += ["--stage", "2", "--device-memory", "1GB", "--micro-batches", "2"]
+    arguments += ["--config", str(tmp_path / "ds.json")]
     whole = [sys.executable, "-m", "zerosync_strategy", "plan", *arguments]
     done = subprocess.run(whole, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
@@ -276,6 +314,6 @@ def test_a_plan_is_a_table_and_a_configuration() -> None:
     rows = [line for line in done.stdout.splitlines() if "zerosync 2" in line or "stock 2" in line]
     assert "\x1b" not in done.stdout and len(rows) == 3
     assert [row.startswith("|>") for row in rows].count(True) == 1
-    assert '> recommended: of those that fit, it sends least. {"zero_optimization": {"stage": 2}, "zerosync": {}}' in (
-        done.stdout
-    )
+    assert "| copies|" in done.stdout
+    chosen = json.dumps({"zero_optimization": {"stage": 2}, "zerosync": IN_BACKGROUND})
+    assert f"> recommended: of those that fit, it sends least. {chosen}" in done.stdout

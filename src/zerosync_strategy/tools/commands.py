@@ -148,6 +148,7 @@ def plan(
     Exit status: 0; 1 where a replay fails or nothing fits; 2 where the command itself is wrong.
     """
     from zerosync_strategy.core.options.budgets import parse_bytes
+    from zerosync_strategy.core.options.config import BLOCK
     from zerosync_strategy.tools.doctor.configurations import read
     from zerosync_strategy.tools.plan import jobs
     from zerosync_strategy.tools.plan.plan import PlanError
@@ -161,7 +162,7 @@ def plan(
         stages = stage or ([given.get("zero_optimization", {}).get("stage")] if given else [1, 2, 3])
         if wrong := [each for each in stages if each not in (1, 2, 3)]:
             raise ValueError(f"--stage, or 'zero_optimization.stage' in --config, takes 1, 2 or 3, got {wrong[0]}.")
-        sets = jobs.usual_sets(tuple(stages), stock, cluster)
+        sets = jobs.usual_sets(tuple(stages), stock, cluster, given.get(BLOCK))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the replays end, too
     try:
         made = make_plan(

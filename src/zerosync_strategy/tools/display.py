@@ -54,12 +54,14 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     left = ["left"] if cluster.memory is not None else []
     table.add_column("", no_wrap=True)
     table.add_column("options", no_wrap=True)
-    for column in ("sent", "between", "/ least", "calls", "peak", *kinds, *left):
+    copied = ["copies"] if any(each.copied_bytes for each in plan.outcomes) else []
+    for column in ("sent", "between", "/ least", "calls", "peak", *kinds, *left, *copied):
         table.add_column(column, justify="right", no_wrap=True)
     best = plan.recommended
     for each in plan.outcomes:
         spare, sent = plan.fits(each), each.sent
         memory = [each.memory, *(each.peak[kind] for kind in kinds), *([] if spare is None else [spare])]
+        memory += [each.copied_bytes] if copied else []
         table.add_row(
             ">" if each is best else "", each.options.name, f"{sent.bytes / 1e9:.3f}", f"{sent.between / 1e9:.3f}",
             f"{plan.over_floor(each):.3f}", str(sent.calls), *(f"{value / 1e9:.2f}" for value in memory),
@@ -77,6 +79,8 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         out.print(f"ZeRO-3 gathers as wholes: {units}, of up to {largest} (unit_modules)", markup=False)
     of_what = "between nodes" if plan.floor_between else "sent"
     out.print(f"/ least: {of_what}, over the least that must be", markup=False)
+    if copied:
+        out.print("copies: in host memory, of what a checkpoint in the background has", markup=False)
     if best is None:
         out.print("Nothing fits. Use more ranks, smaller micro-batches, activation checkpointing or offload.")
     else:

@@ -13,6 +13,7 @@ from zerosync_strategy.core.attached.checkpointing import (
 )
 from zerosync_strategy.core.attached.contents import AnyReader, Contents, client_state
 from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.checkpoints.host_copies import bytes_of
 from zerosync_strategy.core.checkpoints.saves import DistributedSave, engine_save
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import HALF_READ, NOTHING_LOADED
@@ -33,6 +34,17 @@ def save(
         if part.in_background:
             part.content = attached.parts.copies.of(part.content)
     return True
+
+
+def bytes_to_copy(attached: AttachedEngine) -> int:
+    """Return the host memory that saves in the background take on this rank; 0 if they are written at once. Collective.
+
+    States of the optimizer count once it has made them.
+    """
+    if not attached.parts.config.checkpoint_background:
+        return 0
+    with checkpointing(attached, "measure a checkpoint", stock=False):
+        return bytes_of(Contents(attached).written({}, exclude_frozen=False))
 
 
 def load(

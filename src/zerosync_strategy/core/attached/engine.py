@@ -338,7 +338,10 @@ def why_not_by_name(engine: Any) -> str:
     """Return what of ``engine`` a checkpoint that any number of ranks reads cannot hold; empty if it can all."""
     why = engine_state.why_not_distributed(engine)
     if not why and any(dist.get_world_size(group) != dist.get_world_size() for group in zero.process_groups(engine)):
-        return "parameters that not all ranks shard: shard_over(), tensor or pipeline parallelism, experts, MiCS"
+        return (
+            "parameters that not all ranks shard: shard_over(), tensor or pipeline parallelism, experts, MiCS, or"
+            " 'sequence_parallel_size' without an mpu whose groups for ZeRO have all ranks"
+        )
     return why
 
 

@@ -30,7 +30,7 @@ class HostCopies:
         """Return a copy of ``content``, complete on return. The tensors of the copy before are overwritten."""
         pieces = [piece for of_key in content.tensors.values() for piece in of_key]
         devices = {piece.values.device for piece in pieces if piece.values.device.type != "cpu"}
-        self._make_room(sum(map(_room, pieces)), pinned=bool(devices))
+        self._make_room(bytes_of(content), pinned=bool(devices))
         streams = {device: torch.Stream(device) for device in devices}
         for device, stream in streams.items():
             stream.wait_stream(torch.accelerator.current_stream(device))
@@ -61,6 +61,11 @@ class HostCopies:
             return
         with stream:
             target.copy_(values, non_blocking=True)
+
+
+def bytes_of(content: Content) -> int:
+    """Return the host memory that a copy of ``content`` takes."""
+    return sum(_room(piece) for of_key in content.tensors.values() for piece in of_key)
 
 
 def _room(piece: Piece) -> int:

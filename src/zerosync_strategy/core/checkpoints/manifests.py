@@ -13,6 +13,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,8 @@ METADATA = ".metadata"
 """The file that a checkpoint in the format of ``torch.distributed.checkpoint`` has, once it is complete."""
 WRITING = ".writing"
 """Suffix of the directory of a distributed checkpoint until it is complete."""
+REPLACED = ".replaced"
+"""Suffix of the directory of the checkpoint that had the tag before, while the new one gets it."""
 SHARDS = "*optim_states.pt"
 """Files of a checkpoint with the optimizer's shards."""
 MODULES = "*mp_rank_*_model_states.pt"
@@ -164,13 +167,42 @@ def path_of(directory: Path, rank: int) -> Path:
 
 
 def is_distributed(directory: Path) -> bool:
-    """Return whether the ``directory`` of a tag has a checkpoint of ``torch.distributed.checkpoint``."""
+    """Return whether the ``directory`` of a tag has a checkpoint of ``torch.distributed.checkpoint``.
+
+    A killed save may have renamed it: :func:`take_back` is called first.
+    """
+    take_back(directory)
     return (directory / METADATA).is_file()
+
+
+def beside(directory: Path, suffix: str) -> Path:
+    """Return the directory with this ``suffix`` beside the ``directory`` of a tag, which may be a link."""
+    directory = directory.resolve()
+    return directory.with_name(f".{directory.name}{suffix}")
 
 
 def is_being_written(directory: Path) -> bool:
     """Return whether the ``directory`` of a tag has not got its name yet, because a save runs or was interrupted."""
     return directory.name.startswith(".") and directory.name.endswith(WRITING)
+
+
+def is_replaced(directory: Path) -> bool:
+    """Return whether ``directory`` has a checkpoint that another one under its tag has replaced, or was to."""
+    return directory.name.startswith(".") and directory.name.endswith(REPLACED)
+
+
+def is_without_name(directory: Path) -> bool:
+    """Return whether a save was killed after it took the older checkpoint out of ``directory``, and before its own."""
+    if directory.exists():
+        return False
+    return beside(directory, REPLACED).is_dir() and beside(directory, WRITING).is_dir()
+
+
+def take_back(directory: Path) -> None:
+    """Give the older checkpoint its ``directory`` back if :func:`is_without_name`. Any ranks may call it at once."""
+    if is_without_name(directory):
+        with suppress(FileNotFoundError):  # another rank was faster
+            os.rename(beside(directory, REPLACED), directory.resolve())
 
 
 def is_of_checkpoint(name: str) -> bool:

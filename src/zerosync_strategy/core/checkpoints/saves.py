@@ -1,7 +1,13 @@
 """Saving: a checkpoint can be loaded once all ranks have written their files, and not before (K1).
 
 DeepSpeed's files are written where they are read, and marked as incomplete until then. A distributed checkpoint is
-written beside its directory, which then takes its place: until then, the one that had the same tag is as it was.
+written beside its directory, which then takes its place: until then, the one that had the same tag is as it was. Where
+a save may be killed then, and what has the tag after the next load or save (``take_back``, ``_remove_older``)::
+
+    TAG  .TAG.replaced  .TAG.writing
+    old                 incomplete    the old one
+         old            complete      the old one
+    new  old                          the new one, with the program's files of the old one
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,14 +28,17 @@ from zerosync_strategy.core.checkpoints.background import background
 from zerosync_strategy.core.checkpoints.manifests import (
     LATEST,
     METADATA,
+    REPLACED,
     WRITING,
     DamageError,
     FileState,
     Manifest,
+    beside,
     check_whole,
     is_of_checkpoint,
     path_of,
     ranks_in,
+    take_back,
 )
 from zerosync_strategy.core.checkpoints.pieces import Content
 from zerosync_strategy.core.comm.collectives import broadcast_object
@@ -69,6 +78,7 @@ class EngineSave:
         manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time())
 
         def mark() -> str:
+            take_back(self._folder)
             self._folder.mkdir(parents=True, exist_ok=True)
             if verifiable:
                 manifest.write(self._folder)
@@ -137,7 +147,7 @@ class DistributedSave(EngineSave):
         # The program may change its directory before a thread writes. A link stays, as under DeepSpeed.
         super().__init__(directory.resolve(), tag, step, checksums=True, names_latest=names_latest)
         self.in_background, self._folder = in_background, self._folder.resolve()
-        self._working = self._folder.with_name(f".{self._folder.name}{WRITING}")
+        self._working, self._older = beside(self._folder, WRITING), beside(self._folder, REPLACED)
 
     def begin(self, save: str, verifiable: bool) -> None:
         manifest = Manifest(save, dist.get_rank(), dist.get_world_size(), self._step, time.time(), is_complete=True)
@@ -146,6 +156,7 @@ class DistributedSave(EngineSave):
             taken = {self._directory, *self._directory.parents, self._directory / LATEST}
             if self._folder in taken or (self._folder.exists() and not self._folder.is_dir()):
                 raise ValueError(f"the tag {self._tag!r} names {self._folder}, which is something else. Give another")
+            take_back(self._folder)
             if manifest.rank == 0:
                 _remove(self._working)  # of a save that was killed
                 self._working.mkdir(parents=True)
@@ -171,16 +182,19 @@ class DistributedSave(EngineSave):
         replace(self._manifest, files=self._manifest.files | metadata).write(self._working)
         if (found := check_whole(self._working, contents=False)) is None or found.save != self._manifest.save:
             raise DamageError(f"another run writes to the same directory ({self._working})")
-        before = self._folder.with_name(f".{self._folder.name}.replaced")
-        _remove(before)
+        self._remove_older()  # of a save that was killed
         if self._folder.exists():
-            os.rename(self._folder, before)
+            os.rename(self._folder, self._older)
         os.rename(self._working, self._folder)
-        for entry in before.iterdir() if before.exists() else ():
-            if not is_of_checkpoint(entry.name):  # files of the program
-                os.rename(entry, self._folder / entry.name)
-        _remove(before)
+        self._remove_older()
         super().publish()
+
+    def _remove_older(self) -> None:
+        """Remove the checkpoint that the present one has replaced, which gets the program's files from it."""
+        for entry in self._older.iterdir() if self._older.exists() and self._folder.exists() else ():
+            if not is_of_checkpoint(entry.name) and not (self._folder / entry.name).exists():
+                os.rename(entry, self._folder / entry.name)
+        _remove(self._older)
 
     def missing(self) -> list[int]:
         assert self._manifest is not None
@@ -192,6 +206,8 @@ class DistributedSave(EngineSave):
 
     def abandon(self) -> None:
         if self._manifest is not None and self._manifest.rank == 0:
+            with suppress(OSError):
+                take_back(self._folder)
             shutil.rmtree(self._working, ignore_errors=True)
 
 

@@ -28,6 +28,10 @@ def check(directory: Path) -> list[Finding]:
             remedy = "Remove it if no run writes to it."
             found[folder] = note(f"{folder}: not complete; a save was interrupted, or runs now", remedy)
             continue
+        if manifests.is_replaced(folder):
+            remedy = "The next load or save under its tag gives it its name back, or removes it."
+            found[folder] = note(f"{folder}: a save that was to replace it was interrupted, or runs now", remedy)
+            continue
         try:
             found[folder] = _verify(folder, whole)
         except (DamageError, OSError) as problem:
@@ -64,5 +68,5 @@ def _problem_of_latest(path: Path) -> str:
         tag = manifests.read_tag(path)
     except DamageError as damage:
         return str(damage)
-    is_there = (path.parent / tag).is_dir()
+    is_there = (path.parent / tag).is_dir() or manifests.is_without_name(path.parent / tag)
     return "" if is_there else f"the file {str(path)!r} names the tag {tag!r}, which is not there"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 STOCK, ZEROSYNC = "stock", "zerosync"
+_CHECKPOINTS = "checkpoint_"
 NODE_SHARDS = {"device": 0, "node": "all"}
 """A budget that keeps everything in node shards, and nothing in full."""
 
@@ -86,7 +88,9 @@ class OptionSet:
 
     @property
     def name(self) -> str:
-        given = [f", {name}={_short(value)}" for name, value in self.options.items()]
+        """The system, the stage, and the options but for those of checkpoints, on which no step depends."""
+        shown = {name: value for name, value in self.options.items() if not name.startswith(_CHECKPOINTS)}
+        given = [f", {name}={_short(value)}" for name, value in shown.items()]
         return f"{self.system} {self.stage}{''.join(given)}"
 
 
@@ -98,12 +102,17 @@ def _short(value: Any) -> str:
 
 
 def usual_sets(
-    stages: tuple[int, ...] = (1, 2, 3), stock: bool = True, cluster: Cluster | None = None
+    stages: tuple[int, ...] = (1, 2, 3),
+    stock: bool = True,
+    cluster: Cluster | None = None,
+    block: Mapping[str, Any] | None = None,
 ) -> list[OptionSet]:
     """Return option sets for each of ``stages``: ZeroSync with budgets that trade memory for bytes, and stock.
 
-    On a ``cluster`` of several nodes with several ranks each, some sets also have node shards.
+    On a ``cluster`` of several nodes with several ranks each, some sets also have node shards. ``block``: a
+    configuration's options of ZeroSync; each set has those of checkpoints.
     """
+    of_checkpoints = {name: value for name, value in (block or {}).items() if name.startswith(_CHECKPOINTS)}
     params: list[Any] = [0.25, 0.5, "all", {"device": 0.25, "host": "all"}]
     of_stage: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 3: [{"param_memory_budget": each} for each in params]}
     if cluster is not None and 1 < cluster.per_node < cluster.ranks:
@@ -115,5 +124,5 @@ def usual_sets(
     for stage in stages:
         streamed = [{"grad_memory_budget": 0}] if stage > 1 else []
         sets += [OptionSet(STOCK, stage)] if stock else []
-        sets += [OptionSet(ZEROSYNC, stage, options) for options in [{}, *of_stage[stage], *streamed]]
+        sets += [OptionSet(ZEROSYNC, stage, options | of_checkpoints) for options in [{}, *of_stage[stage], *streamed]]
     return sets

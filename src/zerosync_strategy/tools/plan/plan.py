@@ -33,11 +33,14 @@ class Outcome:
         options: the option set, with budgets in bytes.
         collectives: by kind, what one rank sends in a step.
         peak: bytes of live tensors by kind, at the moment of the step when their sum is largest.
+        copied_bytes: host memory with copies for checkpoints, with ``checkpoint_background``. The first rank, which is
+            replayed, also copies the buffers.
     """
 
     options: OptionSet
     collectives: dict[str, Traffic]
     peak: dict[str, int]
+    copied_bytes: int = 0
 
     @property
     def sent(self) -> Traffic:
@@ -129,7 +132,7 @@ def plan(
     for options, each in replayed:
         collectives = {kind: Traffic(*traffic) for kind, traffic in each["collectives"].items()}
         in_force = dataclasses.replace(options, options=each["options"])
-        outcomes.append(Outcome(in_force, collectives, each["peak"]))
+        outcomes.append(Outcome(in_force, collectives, each["peak"], each["copied_bytes"]))
     first, nodes = replayed[0][1], cluster.ranks // cluster.per_node
     once = first["nbytes_once"] / cluster.ranks
     floor, floor_between = once * (cluster.ranks - 1), once * (nodes - 1)

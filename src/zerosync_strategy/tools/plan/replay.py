@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerosync_strategy.core.attached.distributed import bytes_to_copy
 from zerosync_strategy.core.attached.sharded import ShardedParameters
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.comm import messages
@@ -65,9 +66,9 @@ def main(workload: Workload, cluster: Cluster, sets: Sequence[OptionSet], out: i
 def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str, Any]:
     """Train a few steps as rank 0 of ``cluster``, and return what the last one sent and held.
 
-    ``peak`` is the memory by kind when the sum is largest. ``nbytes_once`` is the sum of the bytes of each gradient, in
-    the dtype of the reduction, and of each trained parameter. The result is empty if stock cannot train with the
-    optimizer, because it needs whole parameters.
+    ``peak`` is the memory by kind when the sum is largest; ``copied_bytes`` is host memory. ``nbytes_once`` is the sum
+    of the bytes of each gradient, in the dtype of the reduction, and of each trained parameter. The result is empty if
+    stock cannot train with the optimizer, because it needs whole parameters.
     """
     _join(cluster)
     ledger = Ledger()
@@ -84,7 +85,8 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
         handle = None if options.system == STOCK else attach(engine, **{"node_size": cluster.per_node} | in_force)
         counter = CollectiveCounter(Topology(cluster.per_node, dist.group.WORLD))
         parts = _steps(engine, batch, backwards, handle, ledger, counter)
-        reduced = zero.reduction_dtype(engine).itemsize
+        reduced, peak = zero.reduction_dtype(engine).itemsize, ledger.peak
+        copied_bytes = 0 if handle is None else bytes_to_copy(handle._attached)
     if backwards > 1:
         parts += [parts[1]] * (workload.micro_batches - backwards)
     total: dict[str, Traffic] = {}
@@ -93,7 +95,8 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
             total[kind] = total.get(kind, Traffic()) + traffic
     return {
         "collectives": {kind: [each.calls, each.bytes, each.between] for kind, each in total.items()},
-        "peak": ledger.peak,
+        "peak": peak,
+        "copied_bytes": copied_bytes,
         "parameters": sum(numel for numel, _, _ in params),
         "nbytes_once": sum(nbytes + reduced * numel for numel, nbytes, is_trained in params if is_trained),
         "options": in_force,
@@ -160,7 +163,7 @@ def _steps(
         if param.grad is not None:
             ledger.is_gradient(param.grad)
 
-    for param in engine.module.parameters():
+    for param in filter(lambda param: param.requires_grad, engine.module.parameters()):
         param.register_post_accumulate_grad_hook(note)
     gc.collect()
     parts: list[Mapping[str, Traffic]] = []
