@@ -4,14 +4,18 @@ Two ranks, bf16 and AdamW, DeepSpeed's own save beside ZeroSync's distributed on
 FSDP2's ``dcp.save`` and ``dcp.async_save``; then loading, by as many ranks and by others.
 
     python benchmarks/checkpoints.py --output benchmarks/results/<date>-checkpoints
+    python benchmarks/checkpoints.py --steps  # how long steps take while a thread writes
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
+import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,16 +31,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-WIDTH = 1024
-LAYERS = {"35m": 20, "100m": 80}
+LAYERS = {"35m": (20, 1024), "100m": (80, 1024), "small": (300, 64)}
+"""Number and width."""
 WORDS = 16_000
+ROUNDS, STEPS = 8, 8
 OURS: dict[str, Any] = {"checkpoint_format": "distributed"}
 
 
 def model(size: str) -> nn.Module:
     """An embedding and square layers."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS[size])))
+    count, width = LAYERS[size]
+    return nn.Sequential(nn.Embedding(WORDS, width), *(nn.Linear(width, width) for _ in range(count)))
 
 
 def loss_of(module: Any) -> torch.Tensor:
@@ -212,7 +218,50 @@ def save_fsdp(size: str, _: int, folder: Path) -> None:
         in_background(f"FSDP2, dcp.async_save, {number} save", begin, lambda: saving[0].result(), place)
 
 
-RUNS: dict[str, Callable[[str, int, Path], None]] = {"save": save, "load": load, "fsdp": save_fsdp}
+def steps(size: str, stage: int, folder: Path) -> None:
+    """Print a row: the median of steps alone, while a thread writes, and while another process writes the same."""
+    from zerosync_strategy.core.attached.contents import Contents
+    from zerosync_strategy.core.checkpoints import dcp
+
+    engine = engine_of(size, stage, **OURS, checkpoint_background=True)
+    kinds: dict[str, list[float]] = {"alone": [], "thread": [], "process": []}
+
+    def timed_step(kind: str) -> None:
+        dist.barrier()
+        begin = time.perf_counter()
+        step(engine)
+        kinds[kind].append(time.perf_counter() - begin)
+
+    def is_writing() -> bool:
+        all_do = torch.tensor(int((folder / ".t.writing").exists()))
+        dist.all_reduce(all_do, dist.ReduceOp.MIN)
+        return bool(all_do)
+
+    for _ in range(ROUNDS):
+        for _ in range(STEPS):
+            timed_step("alone")
+        engine.save_checkpoint(folder, tag="t")
+        while is_writing():
+            timed_step("thread")
+        kinds["thread"].pop()  # the save ended in it
+        engine.zerosync.wait_for_save()
+        content = Contents(engine.zerosync._attached).written({}, exclude_frozen=False)
+        if not (child := os.fork()):
+            while True:
+                dcp.write(folder, dist.get_rank(), content)
+        for _ in range(STEPS):
+            timed_step("process")
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    medians = torch.tensor([1e3 * statistics.median(each) for each in kinds.values()])
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        written = " | ".join(f"{each:.1f}" for each in medians)
+        print(f"| {size}, ZeRO-{stage}, {dist.get_world_size()} rank(s) | {written} | {len(kinds['thread'])} |")
+    engine.destroy()
+
+
+RUNS: dict[str, Callable[[str, int, Path], None]] = {"save": save, "load": load, "fsdp": save_fsdp, "steps": steps}
 
 
 def run(what: str, size: str, stage: int, folder: Path, ranks: int) -> str:
@@ -245,7 +294,8 @@ HEAD = "| {} | blocked, s | complete, s | MB on disk | host memory, MB |\n|---|-
 def main() -> None:
     """Run all, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=list(LAYERS), choices=list(LAYERS))
+    parser.add_argument("--sizes", nargs="+", choices=list(LAYERS))
+    parser.add_argument("--steps", action="store_true", help="only steps with and without writes; of fewer sizes")
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3])
     parser.add_argument("--output", help="write OUTPUT.md, too")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -258,8 +308,15 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         return
+    if options.steps:
+        print("| median step, ms | alone | a thread writes | a process writes the same | steps beside the thread |")
+        print("|---|---|---|---|---|")
+        for size, stage, ranks in itertools.product(options.sizes or ["small", "35m"], options.stages, (1, 2)):
+            with tempfile.TemporaryDirectory() as name:
+                print(run("steps", size, stage, Path(name), ranks), end="", flush=True)
+        return
     text = ""
-    for size in options.sizes:
+    for size in options.sizes or ["35m", "100m"]:
         numel = sum(param.numel() for param in model(size).parameters()) / 1e6
         text += f"\n## {numel:.0f} M parameters, two ranks\n\n" + HEAD.format("save")
         loads = ""
