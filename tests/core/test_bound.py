@@ -13,7 +13,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.attached import bound
 
-WIDTH, LAYERS, BYTES = 8, 4, 4 * 4 * 8 * 8
+WIDTH, LAYERS, BYTES = 8, 8, 8 * 4 * 8 * 8  # on a device, four buckets at most are in flight or kept
 SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
@@ -78,7 +78,7 @@ def test_all_ranks_do_what_the_smallest_device_needs_and_the_first_says_so() -> 
 
     (one, text), (other, nothing) = run_ranks(run)
     assert (one, other, len(text), nothing) == (2, 2, 1, [])
-    assert "take 1.024 kB until they are reduced, of 10.24 kB that are free on 10.24 kB" in text[0]
+    assert "take 2.048 kB until they are reduced, of 20.48 kB that are free on 20.48 kB" in text[0]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -119,4 +119,4 @@ def test_an_error_for_lack_of_memory_says_what_is_held(stage: int, where: str) -
         assert text.count("of unreduced gradients (coalesce=False, or a grad_memory_budget, lets less stay)") == 1
         assert ("of gathered parameters (param_memory_budget holds less)" in text) == (stage == 3)
         if where != "step":
-            assert "up to 1.024 kB of unreduced" in text
+            assert "up to 2.048 kB of unreduced" in text
