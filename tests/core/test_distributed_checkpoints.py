@@ -335,7 +335,7 @@ def test_a_save_that_is_killed_while_it_takes_the_place_of_another(tmp_path: Pat
             assert sorted(path.name for path in folder.iterdir()) == ["best", "latest"], (where, then)
 
     def all_left() -> None:
-        for then in ("a save", "a failed save", "a save of DeepSpeed's files"):
+        for then in ("a load", "a save", "a failed save", "a save of DeepSpeed's files"):
             for where in KILLS:
                 if "DeepSpeed" not in then or where == "between the two":
                     shutil.copytree(tmp_path / where, tmp_path / then / where)

@@ -110,6 +110,7 @@ def tag_of(source: Source) -> str | None:
             return None
         tag = manifests.read_tag(latest)
         named = f", which the file {str(latest)!r} names"
+    manifests.take_back(directory / tag)
     if (directory / tag).is_dir():
         reads_latest = source.weights_of_latest and not manifests.is_distributed(directory / tag)
         if reads_latest and (other := manifests.read_tag(latest)) != tag:
