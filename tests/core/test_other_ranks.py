@@ -58,7 +58,7 @@ def test_parameters_that_another_optimizer_steps(saved: int, loaded: int, tmp_pa
         engine = make_engine(net := started(Net()), net.optimizer(), saved)
         attach(engine)
         for step in range(3):
-            net.first.requires_grad_(step > 0)
+            net.first.weight.requires_grad_(step > 0)
             engine.backward(engine(batch(step, 0, 0)))
             engine.step()
         engine.save_checkpoint(tmp_path, tag="whole")
