@@ -19,7 +19,7 @@ from tests.harness.checkpoints import die_instead
 from tests.harness.engines import configuration, make_engine, rank, start
 from tests.harness.optimizers import noted
 from tests.harness.oracle import Oracle, distance, full_parameters
-from tests.harness.parts import STEPS, Net, batch, plain_torch, started
+from tests.harness.parts import STEPS, Net, batch, plain_torch, started, train_run
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.checkpoints import dcp
@@ -51,10 +51,7 @@ def test_other_stages_and_numbers_of_ranks(tmp_path: Path) -> None:
                 engine.step()
             _, said = engine.load_checkpoint(tmp_path)
             assert said == {"run": run - 1}
-        for step in range(run * STEPS, (run + 1) * STEPS):
-            for backward in range(2):
-                engine.backward(engine(batch(step, backward, rank())))
-            engine.step()
+        train_run(engine, run)
         assert engine.global_steps == (run + 1) * STEPS
         engine.save_checkpoint(tmp_path, tag=f"run{run}", client_state={"run": run})
         engine.backward(engine(batch(8, 0, rank())))
@@ -86,10 +83,7 @@ def test_sequence_parallelism(tmp_path: Path) -> None:
         if run:
             engine.load_checkpoint(tmp_path)
             assert engine.global_steps == run * STEPS
-        for step in range(run * STEPS, (run + 1) * STEPS):
-            for backward in range(2):
-                engine.backward(engine(batch(step, backward, rank())))
-            engine.step()
+        train_run(engine, run)
         engine.save_checkpoint(tmp_path)
         ended = full_parameters(engine.module)
         engine.destroy()

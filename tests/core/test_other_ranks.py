@@ -8,7 +8,7 @@ import torch
 
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.parts import STEPS, WORLDS, Net, batch, plain_torch, started
+from tests.harness.parts import STEPS, WORLDS, Net, batch, plain_torch, started, train_run
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.failures.errors import CheckpointError
@@ -34,10 +34,7 @@ def test_other_numbers_of_ranks(stages: str, tmp_path: Path) -> None:
             engine.step()  # from here on shards are in the order of our stripes
             _, said = engine.load_checkpoint(tmp_path)
             assert said["said"] == run - 1
-        for step in range(run * STEPS, (run + 1) * STEPS):
-            for backward in range(2):
-                engine.backward(engine(batch(step, backward, rank())))
-            engine.step()
+        train_run(engine, run)
         assert engine.global_steps == (run + 1) * STEPS
         assert WORLDS[run] != 4 or zerosync.report.floor_bytes_between_nodes > 0
         engine.save_checkpoint(tmp_path, client_state={"said": run})

@@ -9,7 +9,7 @@ import torch
 from tests.harness.engines import make_engine, rank
 from tests.harness.optimizers import Mixed, noted
 from tests.harness.oracle import distance, full_parameters
-from tests.harness.parts import STEPS, Net, batch, plain_torch, started
+from tests.harness.parts import STEPS, Net, batch, plain_torch, started, train_run
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import owners
@@ -51,10 +51,7 @@ def test_other_numbers_of_ranks(name: str, stage: int, zero: dict[str, Any], tmp
             engine.backward(engine(batch(9, 0, rank())))
             engine.step()
             engine.load_checkpoint(tmp_path)
-        for step in range(run * STEPS, (run + 1) * STEPS):
-            for backward in range(2):
-                engine.backward(engine(batch(step, backward, rank())))
-            engine.step()
+        train_run(engine, run)
         assert engine.global_steps == (run + 1) * STEPS
         engine.save_checkpoint(tmp_path)
         return full_parameters(engine.module)

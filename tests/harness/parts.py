@@ -1,10 +1,12 @@
 """A run in parts, each on another number of ranks, and its oracle."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from tests.harness.engines import rank
 from tests.harness.oracle import Oracle, full_parameters
 
 WORLDS = (2, 1, 4, 2, 3)  # ranks of each run; the next goes on where it has ended
@@ -29,8 +31,8 @@ class Net(nn.Module):
         return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
 
 
-def batch(step: int, backward: int, rank: int) -> torch.Tensor:
-    return torch.randn(2, 6, generator=torch.Generator().manual_seed(100 * step + 10 * backward + rank))
+def batch(step: int, backward: int, of_rank: int) -> torch.Tensor:
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(100 * step + 10 * backward + of_rank))
 
 
 def plain_torch(
@@ -56,3 +58,11 @@ def started(net: Net) -> Net:
         net.still.weight.mul_(0.5)
         net.scale.mul_(3.0)
     return net
+
+
+def train_run(engine: Any, run: int) -> None:
+    """The steps of a run on this rank."""
+    for step in range(run * STEPS, (run + 1) * STEPS):
+        for backward in range(2):
+            engine.backward(engine(batch(step, backward, rank())))
+        engine.step()

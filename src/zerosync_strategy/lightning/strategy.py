@@ -330,7 +330,6 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 f"The checkpoint {checkpoint_path} has the state of {saved} optimizer(s), but configure_optimizers()"
                 f" returned {len(self.zerosyncs)}. Return as many as in the run that saved it, in the same order."
             )
-        assert isinstance(self.config, dict)
         with verified_together(self.zerosyncs, checkpoint_path, saved, self.zerosync_config, self.stage):
             with self._whole_checkpoint():
                 client_state = super().load_checkpoint(checkpoint_path, **how)

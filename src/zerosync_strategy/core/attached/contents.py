@@ -32,6 +32,7 @@ from zerosync_strategy.core.checkpoints.pieces import Content, Key, Piece
 from zerosync_strategy.core.checkpoints.stock_reader import StockReader
 from zerosync_strategy.core.engine import engine_state, zero, zero3
 from zerosync_strategy.core.engine.checkpoint_files import FrozenStay
+from zerosync_strategy.core.engine.compilation import plain_name
 from zerosync_strategy.core.failures.errors import frozen_left_out
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 
@@ -56,7 +57,7 @@ class Contents:
             for each in AttachedEngine.all
         )
         names = attached.parts.names
-        self._names = {param: _plain(name) for param, name in names.items() if self._is_whole or param in trained}
+        self._names = {param: plain_name(name) for param, name in names.items() if self._is_whole or param in trained}
         self._untrained = {name: param for param, name in self._names.items() if param not in trained}
         others = {param for each in AttachedEngine.all for param in each.parts.reducer.params} - trained
         self._of_others = {name for name, param in self._untrained.items() if param in others}
@@ -111,7 +112,7 @@ class Contents:
             for option, value in options.items():
                 _put(content, (*_GROUPS, index, option), value)
         for name, value in self._others().items():
-            _put(content, ("model", _plain(name)), value)
+            _put(content, ("model", plain_name(name)), value)
         said = io.BytesIO()
         torch.save(dict(client_state), said)  # at once, as it raises if that is impossible
         content.objects[_ENGINE] = engine_state.state(self._engine) | {"client_state": said.getvalue()}
@@ -129,7 +130,7 @@ class Contents:
 
     def _tied(self) -> dict[str, str]:
         every = self._engine.module.named_parameters(remove_duplicate=False)
-        tied = {_plain(name): self._names[param] for name, param in every if param in self._names}
+        tied = {plain_name(name): self._names[param] for name, param in every if param in self._names}
         return {name: first for name, first in tied.items() if name != first}
 
     def _untrained_pieces(self, param: Any, of_rank: bool) -> Iterator[Piece]:
@@ -160,12 +161,16 @@ class Contents:
             raise DamageError(
                 "it has no 'model'. Save {'model': ..., 'optimizer': ...}, as get_state_dict() returns them"
             )
-        buffers = {_plain(name): tuple(each.shape) for name, each in self._others().items() if torch.is_tensor(each)}
+        buffers = {
+            plain_name(name): tuple(each.shape) for name, each in self._others().items() if torch.is_tensor(each)
+        }
         for name, shape in (here | buffers).items():
             if name in there and shape != there[name]:
                 raise DamageError(f"{name!r} has the shape {there[name]} there, and {shape} here")
-        wanted = [*here, *map(_plain, self._others())]
-        known = {*wanted} if self._is_whole else {*wanted, *map(_plain, self._engine.module.state_dict(keep_vars=True))}
+        wanted = [*here, *map(plain_name, self._others())]
+        known = (
+            {*wanted} if self._is_whole else {*wanted, *map(plain_name, self._engine.module.state_dict(keep_vars=True))}
+        )
         there_or_others = there.keys() | self._of_others  # DeepSpeed's checkpoint of each engine has what it trains
         missing, unknown = [name for name in wanted if name not in there_or_others], sorted(there.keys() - known)
         frozen = {name for name, param in self._untrained.items() if not param.requires_grad}
@@ -231,7 +236,7 @@ class Contents:
         reader.read(wanted)
         for param, piece in copied:
             param.data.copy_(piece.values.view_as(param))
-        keys = {name: ("model", _plain(name)) for name in self._others()}
+        keys = {name: ("model", plain_name(name)) for name in self._others()}
         others = {name: reader.object(key) for name, key in keys.items() if key in reader.stored}
         self._engine.module.load_state_dict(others, strict=False)
         if scalars is not None:
@@ -336,14 +341,9 @@ def client_state(reader: AnyReader) -> dict[str, Any]:
 def weights_and_client_state(folder: Path, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the whole weights of a checkpoint, on the host, by the names of ``module``, and its client state."""
     reader = Reader(folder)
-    here = {_plain(name): name for name in module.state_dict(keep_vars=True)}
+    here = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
     names = [key for key in reader.stored if key[0] == "model" and len(key) == 2]
     return {here.get(str(key[1]), str(key[1])): reader.object(key) for key in names}, client_state(reader)
-
-
-def _plain(name: str) -> str:
-    """Return ``name`` as it is without ``torch.compile(module)``: stage 3 unwraps modules, and FSDP2's state names."""
-    return name.replace("_orig_mod.", "")
 
 
 def _piece(part: Any, values: torch.Tensor) -> Piece:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,8 @@ import torch
 
 from zerosync_strategy.core.checkpoints.dcp import Stored
 from zerosync_strategy.core.checkpoints.manifests import DamageError
-from zerosync_strategy.core.checkpoints.pieces import Key, Piece
+from zerosync_strategy.core.checkpoints.pieces import Key, Piece, Sizes
+from zerosync_strategy.core.engine.compilation import plain_name
 from zerosync_strategy.core.engine.saved_files import Range, SavedFiles
 from zerosync_strategy.core.failures.errors import AS_MANY
 
@@ -24,48 +23,49 @@ class StockReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            self._files = SavedFiles(folder)
-        except (KeyError, ValueError, OSError, IndexError) as error:
-            raise DamageError(f"{error}. {AS_MANY}") from error
         self.stored: dict[Key, Stored] = {}
         self._values: dict[Key, Any] = {}
-        self._ranges: dict[Key, Callable[[], Iterable[Range]]] = {}
-        self._add_model()
-        for name in self._files.shapes:
-            for kind, value in self._files.states(name).items():
-                self._add(("optimizer", "state", _plain(name), kind), value, self._files.shapes[name])
-        for number, group in enumerate(self._files.groups()):
-            names = [_plain(name) for name in group["params"]]
+        self._ranges: dict[Key, list[Range]] = {}
+        try:
+            files = SavedFiles(folder)
+            self._add_model(files)
+            self._add_optimizer(files)
+        except (KeyError, ValueError, OSError, IndexError) as error:
+            raise DamageError(f"{error}. {AS_MANY}") from error
+        self._add(("engine",), files.engine_state() | {"client_state": files.client_state()})
+
+    def _add_model(self, files: SavedFiles) -> None:
+        for name, shape in files.shapes.items():
+            self._add_ranges(("model", plain_name(name)), files.master(name), torch.float32, shape)
+        for name, value in files.untrained().items():
+            self._add(("model", plain_name(name)), value)
+        for name, first in files.tied().items():
+            if (found := ("model", plain_name(first))) in self.stored:
+                self._add_ranges(("model", plain_name(name)), self._ranges[found], *self.stored[found])
+
+    def _add_optimizer(self, files: SavedFiles) -> None:
+        for name, shape in files.shapes.items():
+            by_element, others = files.states(name)
+            for kind, ranges in by_element.items():
+                self._add_ranges(_state(name, kind), ranges, ranges[0].values.dtype, shape)
+            for kind, value in others.items():
+                self._add(_state(name, kind), value)
+        for number, group in enumerate(files.groups()):
+            names = [plain_name(name) for name in group["params"]]
             for option, value in (group | {"params": names}).items():
                 self._add(("optimizer", "param_groups", number, option), value)
 
-    def _add_model(self) -> None:
-        for name, shape in self._files.shapes.items():
-            key = ("model", _plain(name))
-            self.stored[key] = Stored(torch.float32, shape)
-            self._ranges[key] = partial(self._files.master, name)
-        for name, value in self._files.untrained().items():
-            self._add(("model", _plain(name)), value)
-        for name, first in self._files.tied().items():
-            found = ("model", _plain(first))
-            if found in self.stored:
-                self.stored["model", _plain(name)] = self.stored[found]
-                self._ranges["model", _plain(name)] = self._ranges[found]
-        engine = self._files.engine_state() | {"client_state": self._files.client_state()}
-        self._add(("engine",), engine)
+    def _add(self, key: Key, value: Any) -> None:
+        if torch.is_tensor(value):
+            whole = Range(0, value.detach().reshape(-1))
+            self._add_ranges(key, [whole], value.dtype, tuple(value.shape))
+            return
+        self.stored[key] = Stored(None, ())
+        self._values[key] = value
 
-    def _add(self, key: Key, value: Any, shape: tuple[int, ...] = ()) -> None:
-        """Add a value; ``shape``: of the parameter, if it is a list of ranges of its elements."""
-        if isinstance(value, list) and value and isinstance(value[0], Range):
-            self.stored[key] = Stored(value[0].values.dtype, shape)
-            self._ranges[key] = partial(iter, value)
-        elif torch.is_tensor(value):
-            self.stored[key] = Stored(value.dtype, tuple(value.shape))
-            self._ranges[key] = partial(_whole, value)
-        else:
-            self.stored[key] = Stored(None, ())
-            self._values[key] = value
+    def _add_ranges(self, key: Key, ranges: list[Range], dtype: torch.dtype | None, shape: Sizes) -> None:
+        self.stored[key] = Stored(dtype, shape)
+        self._ranges[key] = ranges
 
     def object(self, key: Key) -> Any:
         """Return what is no tensor, or a whole tensor, on the host."""
@@ -80,7 +80,7 @@ class StockReader:
     def read(self, wanted: dict[Key, list[Piece]]) -> None:
         """Fill the values of the pieces, which may be of another dtype than what is stored."""
         for key, pieces in wanted.items():
-            for start, values in self._ranges[key]():
+            for start, values in self._ranges[key]:
                 for piece in pieces:
                     flat = piece.values.view(-1)
                     begin, end = max(start, piece.start), min(start + len(values), piece.start + len(flat))
@@ -88,9 +88,5 @@ class StockReader:
                         flat[begin - piece.start : end - piece.start].copy_(values[begin - start : end - start])
 
 
-def _whole(value: torch.Tensor) -> Iterable[Range]:
-    return [Range(0, value.detach().reshape(-1))]
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")
+def _state(name: str, kind: str) -> Key:
+    return "optimizer", "state", plain_name(name), kind

@@ -87,7 +87,7 @@ def unwrap_compiled(engine: Any) -> None:
     module = engine.module = optimizer.module = offload.module = unwrap(engine.module)
     vars(engine)["module"] = module  # DeepSpeed puts it here, too, and older releases read it here
     for param, name in engine.param_names.items():
-        engine.param_names[param] = name.replace("_orig_mod.", "")
+        engine.param_names[param] = plain_name(name)
         owner, _, name = engine.param_names[param].rpartition(".")
         module.get_submodule(owner)._parameters.setdefault(name, param)
         param._z3_optimizer = optimizer  # older releases set it only on parameters of the wrapper
@@ -130,3 +130,8 @@ def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
 def deepcompile_id(optimizer: Any, param: Any) -> int:
     """Return the number of a parameter in DeepCompile's graphs."""
     return int(param.ds_id if hasattr(param, "ds_id") else optimizer.get_param_id(param))
+
+
+def plain_name(name: str) -> str:
+    """Return ``name`` as it is without ``torch.compile(module)``: stage 3 unwraps modules, and FSDP2's state names."""
+    return name.replace("_orig_mod.", "")

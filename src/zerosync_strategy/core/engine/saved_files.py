@@ -12,7 +12,7 @@ import copy
 import math
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,7 +140,7 @@ class SavedFiles:
     def __init__(self, folder: Path) -> None:
         shards = shards_of(folder)
         states = [read(path)["optimizer_state_dict"] for path in shards.values()]
-        self._is_of_each, self.ranks = _is_of_each(states[0]), len(states)
+        self._is_of_each, self._count = _is_of_each(states[0]), len(states)
         self.model = read(folder / (_MODEL_OF_RANK.format(0) if self._is_of_each else _MODEL))
         if missing := {*range(self.model["dp_world_size"])} - shards.keys():
             raise ValueError(f"the optimizer's file of rank {min(missing)} is missing")
@@ -150,17 +150,16 @@ class SavedFiles:
             raise ValueError("it has optimizer states in DeepSpeed's elastic format")
         # Of the master tensors, in the torch optimizer's state.
         self._numbers = [number for group in self._torch[0]["param_groups"] for number in group["params"]]
-        self.is_by_name = any(map(is_by_name, states))
+        self._is_by_name = any(map(is_by_name, states))
         self._masters = [masters_of(state) for state in states]
         self.shapes: dict[str, tuple[int, ...]] = {
             name: tuple(shape) for of_group in self.model["param_shapes"] for name, shape in of_group.items()
         }
         """The shapes of the optimizer's parameters."""
-        self.places: dict[str, list[Place]] = {name: [] for name in self.shapes}
-        """Where their elements are, in order."""
+        self._places: dict[str, list[Place]] = {name: [] for name in self.shapes}  # of their elements, in order
         for name, place in self._places_of_each() if self._is_of_each else self._places_of_flat():
-            self.places[name].append(place)
-        for name, of_param in self.places.items():
+            self._places[name].append(place)
+        for name, of_param in self._places.items():
             if sum(place.numel for place in of_param) != math.prod(self.shapes[name]):
                 raise ValueError(f"its files do not have all elements of {name!r}")
 
@@ -169,54 +168,57 @@ class SavedFiles:
             offset = 0
             for name, shape in shapes.items():
                 numel = shape.numel()
-                width = -(-numel // self.ranks)
-                for rank in range(self.ranks):
+                width = -(-numel // self._count)
+                for rank in range(self._count):
                     start = min(rank * width, numel)
                     if part := min(start + width, numel) - start:
                         yield name, Place(start, part, rank, index, offset)
                 offset += width
             if any(of_rank[index].numel() != offset for of_rank in self._masters):
-                raise ValueError(f"the {self.ranks} ranks had no equal shares of {next(iter(shapes))!r} and others")
+                raise ValueError(f"the {self._count} ranks had no equal shares of {next(iter(shapes))!r} and others")
 
     def _places_of_flat(self) -> Iterator[tuple[str, Place]]:
         ends = dict.fromkeys(self.shapes, 0)
         for rank, state in enumerate(self._states):
-            if {*state["partition_count"]} != {self.ranks}:
-                raise ValueError(f"the {self.ranks} ranks had no equal shares of all parameters")
+            if {*state["partition_count"]} != {self._count}:
+                raise ValueError(f"the {self._count} ranks had no equal shares of all parameters")
             for index, slices in enumerate(state["param_slice_mappings"]):
                 for name, part in slices.items():
                     yield name, Place(ends[name], part.numel, rank, index, part.start)
                     ends[name] += part.numel
 
-    def master(self, name: str) -> Iterator[Range]:
-        """Yield the master weights of a parameter."""
-        return self._flat(name, lambda place: self._masters[place.rank][place.master])
+    def master(self, name: str) -> list[Range]:
+        """Return the master weights of a parameter."""
+        return self._ranges(name, lambda place: self._masters[place.rank][place.master])
 
-    def _flat(self, name: str, flat_of: Any) -> Iterator[Range]:
-        for place in self.places[name]:
-            yield Range(place.start, flat_of(place).detach().narrow(0, place.offset, place.numel))
+    def _ranges(self, name: str, flat_of: Callable[[Place], torch.Tensor]) -> list[Range]:
+        return [
+            Range(place.start, flat_of(place).detach().narrow(0, place.offset, place.numel))
+            for place in self._places[name]
+        ]
 
-    def states(self, name: str) -> dict[str, Any]:
-        """Return the states of the optimizer for a parameter; those by element as a list of :class:`Range`."""
-        if self.is_by_name:
-            return next((found for each in self._torch if (found := each["state"].get(name)) is not None), {})
-        place = next(iter(self.places[name]), None)
+    def states(self, name: str) -> tuple[dict[str, list[Range]], State]:
+        """Return the states of the optimizer for a parameter: those by element in flat shards, and the others."""
+        if self._is_by_name:
+            return {}, next((found for each in self._torch if (found := each["state"].get(name)) is not None), {})
+        place = next(iter(self._places[name]), None)
         if place is None:
-            return {}
+            return {}, {}
         found, flat = self._state(place), self._masters[place.rank][place.master]
         by_element = [key for key, value in found.items() if _is_by_element(value, flat)]
-        states: dict[str, Any] = {key: value for key, value in found.items() if key not in by_element}
+        others = {key: value for key, value in found.items() if key not in by_element}
         for cohort, scalars in self.model.get(_COHORTS, ()):
             if name in cohort:
                 if place.master not in scalars:
-                    return {}
-                states = scalars[place.master]
-        states = copy.deepcopy(states)  # the files may be written again
-        if others := [key for key, value in states.items() if torch.is_tensor(value) and value.numel() > 1]:
-            raise ValueError(f"its optimizer's states {others} are neither by element nor by parameter")
-        for key in by_element:
-            states[key] = list(self._flat(name, lambda place, key=key: self._state(place)[key]))
-        return states
+                    return {}, {}
+                others = scalars[place.master]
+        if unknown := [key for key, value in others.items() if torch.is_tensor(value) and value.numel() > 1]:
+            raise ValueError(f"its optimizer's states {unknown} are neither by element nor by parameter")
+        of_each = {
+            key: self._ranges(name, lambda place, key=key: self._state(place)[key])  # type: ignore[misc]
+            for key in by_element
+        }
+        return of_each, copy.deepcopy(others)  # the files may be written again
 
     def _state(self, place: Place) -> dict[str, Any]:
         found: dict[str, Any] = self._torch[place.rank]["state"].get(self._numbers[place.master], {})
@@ -226,7 +228,7 @@ class SavedFiles:
         """Return the optimizer's groups, with the names of their parameters as ``"params"``."""
         groups, index = [], 0
         for number, group in enumerate(self._torch[0]["param_groups"]):
-            if self.is_by_name:
+            if self._is_by_name:
                 names = [name for each in self._torch for name in each["param_groups"][number]["params"]]
             else:
                 of_group = self.model["param_shapes"][index : index + len(group["params"])]
@@ -243,7 +245,7 @@ class SavedFiles:
             buffers = {*self.model["buffer_names"]}
             found = {name: each for name, each in found.items() if name in buffers or not torch.is_tensor(each)}
         if self._is_of_each and frozen:
-            of_ranks = [read(self._folder / _MODEL_OF_RANK.format(rank)) for rank in range(self.ranks)]
+            of_ranks = [read(self._folder / _MODEL_OF_RANK.format(rank)) for rank in range(self._count)]
             for name, shape in frozen.items():
                 flat = torch.cat([each["frozen_param_fragments"][name].reshape(-1) for each in of_ranks])
                 found[name] = flat[: shape.numel()].view(shape)
