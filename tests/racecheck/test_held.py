@@ -21,14 +21,14 @@ LAYERS = 8
 def train(width: int, frozen: bool) -> tuple[float, int, list[str]]:
     """The distance to plain torch, the most receive buffers at a time, and what the checker has found."""
     live = most = 0
-    stock_send, stock_land = Message.send, Arrival.land
+    stock_begin, stock_land = Message.begin, Arrival.land
 
-    def send(self: Message, *args: Any) -> Any:
+    def begin(self: Message, *args: Any) -> Any:
         nonlocal live, most
-        arrival = stock_send(self, *args)
-        live += arrival.received is not None
+        received, wait = stock_begin(self, *args)
+        live += received is not None
         most = max(most, live)
-        return arrival
+        return received, wait
 
     def land(self: Arrival, stream: Any) -> None:
         nonlocal live
@@ -36,7 +36,7 @@ def train(width: int, frozen: bool) -> tuple[float, int, list[str]]:
         live -= self.received is not None
 
     with simulate() as simulation, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Message, "send", send)
+        patch.setattr(Message, "begin", begin)
         patch.setattr(Arrival, "land", land)
         start()
         torch.manual_seed(0)

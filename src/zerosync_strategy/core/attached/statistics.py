@@ -17,7 +17,7 @@ from torch import nn
 from zerosync_strategy.core.comm.collectives import note_launch
 from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.param_functions import for_training
+from zerosync_strategy.core.engine.torch_internals import for_training
 
 _LAYERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """Not SyncBatchNorm, whose statistics are of the batches of all ranks."""

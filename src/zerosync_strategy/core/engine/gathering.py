@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Record, arrive, record_of, returned, unshard
 from zerosync_strategy.core.engine.storage import memory_of
+from zerosync_strategy.core.engine.torch_internals import for_training
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""
@@ -160,18 +160,31 @@ class Message:
     def records(self) -> list[Record]:
         return list(map(record_of, self.params))
 
+    @functools.cached_property
+    def packed(self) -> list[Record]:
+        """Of the parameters that are received in memory of the gather's."""
+        return self.records[self.placed :]
+
     def new_rows(self) -> list[torch.Tensor]:
         """Return memory for the parameters that are gathered in place, for the caller to keep."""
         sizes = [self._world_size * zero3.shard_numel(param) for param in self._in_place]
         return [torch.empty(size, dtype=self._dtype, device=self._device) for size in sizes]
 
-    def send(self, all_gather: AllGather, rows: list[torch.Tensor]) -> Arrival:
-        """Begin to gather, into ``rows`` what is gathered in place. Collective."""
-        shards, memory, received = [param.ds_tensor for param in self._in_place], rows, None
-        for place, shard in enumerate(shards):
+    def begin(
+        self, all_gather: AllGather, rows: list[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, Callable[[], object]]:
+        """Begin to gather, into ``rows`` what is gathered in place. Collective.
+
+        Return what the other parameters are received in, if there are any, and a function that waits.
+        """
+        shards: list[torch.Tensor] = []
+        memory, received = rows, None
+        for place, param in enumerate(self._in_place):
+            shard = param.ds_tensor
             if shard.device != self._device:  # on the host
                 own = rows[place].view(self._world_size, -1)[self._rank]
-                shards[place] = own.copy_(shard, non_blocking=True)
+                shard = own.copy_(shard, non_blocking=True)
+            shards += (shard,)
         if self._columns:
             received = torch.empty(self._world_size, self._padded, dtype=self._dtype, device=self._device)
             own, memory = received[self._rank], [*rows, received.view(-1)]
@@ -180,7 +193,13 @@ class Message:
                 received, own = received[:, : self._width], own[: self._width]
             packed = [param.ds_tensor for param in self._packed]
             torch._foreach_copy_(own.split_with_sizes(self._columns), packed, non_blocking=True)  # from the host, too
-        wait = all_gather(shards, memory, self._group, self._sent)
+        return received, all_gather(shards, memory, self._group, self._sent)
+
+    def send(self, all_gather: AllGather, rows: list[torch.Tensor]) -> Arrival:
+        """As :meth:`begin`; return the arrival."""
+        return self.arrival(rows, *self.begin(all_gather, rows))
+
+    def arrival(self, rows: list[torch.Tensor], received: torch.Tensor | None, wait: Callable[[], object]) -> Arrival:
         return Arrival(self.params, rows, self._columns, received, wait)
 
 

@@ -7,43 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches, zero3
 from zerosync_strategy.core.engine.parameter import Record, free, returned
 from zerosync_strategy.core.engine.parameter_states import Claim
 from zerosync_strategy.core.engine.saved_tensors import nodes_made
-from zerosync_strategy.core.engine.torch_internals import PLAIN, plain_torch
+from zerosync_strategy.core.engine.torch_internals import for_training
 
 _STOCK = "_zerosync_stock_functions"
-
-
-def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``method`` outside of torch's inference mode, so that parameters get memory that can be trained."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return call
-
-
-def internal(method: Callable[..., Any]) -> Callable[..., Any]:
-    """As :func:`for_training`, with parameters at rest as DeepSpeed has left them, hidden from a program's modes."""
-    dispatch_modes, transforms, inference = PLAIN
-
-    @functools.wraps(method)
-    def call(*args: Any) -> Any:
-        if not (dispatch_modes() or transforms() or inference()):  # is_plain(), in a call less
-            with zero3.as_it_is():
-                return method(*args)
-        with plain_torch(), zero3.as_it_is(), torch.inference_mode(False), torch.no_grad():
-            return method(*args)
-
-    return call
 
 
 def intercept(param: Any) -> None:

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter_states import MODULE, TRANSITIONS, Claim, Event, State
+from zerosync_strategy.core.engine.parameter_states import (
+    IN_FLIGHT,
+    MODULE,
+    SHARDED,
+    TRANSITIONS,
+    UNSHARDED,
+    Claim,
+    Event,
+    State,
+)
+from zerosync_strategy.core.engine.torch_internals import internal
 
 _HELD = (Claim.WINDOW | Claim.PHASE).value
 _CONTEXT = Claim.CONTEXT.value
@@ -121,22 +131,19 @@ class Record:
 
     # ---- transitions ---------------------------------------------------------------------------------------------
 
-    def _illegal(self, event: Event, remedy: str) -> RuntimeError:
+    def _illegal(self, event: Event, remedy: str = "") -> RuntimeError:
+        remedy = remedy or str(TRANSITIONS[event][self.state])
         return RuntimeError(
             f"Parameter {self.name}, {self.state.name} with {self.claims}, was to be {event.value}. {remedy}"
         )
 
     def arrive(self, values: torch.Tensor) -> None:
         """End the gather; ``values`` is the parameter's memory from now on."""
-        _enter((self,), Event.ARRIVE)
-        self.param.data = values
-        returned((self,))
+        arrive((self,), values)
 
     def claim(self, claim: Claim) -> None:
         """Keep the values, unsharded or in flight."""
-        _enter((self,), Event.CLAIM)
-        self.bits |= claim.bit
-        self.settle()
+        claim_all((self,), claim)
 
     def drop(self, claim: Claim) -> None:
         self.bits &= ~claim.bit
@@ -173,6 +180,7 @@ class Record:
 
     # ---- changes of the gathered values --------------------------------------------------------------------------
 
+    @internal
     def carry_changes(self) -> None:
         """Before the values are freed, let ``values`` carry writes to them over to the shards."""
         if self.values is not None and (self.watched or self.version != self.param._version or self.stays):
@@ -234,15 +242,31 @@ class Record:
 
 
 def unshard(records: Iterable[Record]) -> None:
-    _enter(records, Event.UNSHARD)
-
-
-def arrive(records: Collection[Record]) -> None:
-    """End the gathers, which have filled the storages."""
-    _enter(records, Event.ARRIVE)
+    """Begin the gathers."""
+    in_flight = _statuses[IN_FLIGHT]
     for record in records:
-        record.param.data = record.full
+        param = record.param
+        if param.ds_status._name_ != SHARDED:
+            raise record._illegal(Event.UNSHARD)
+        param.ds_status = in_flight
+
+
+def arrive(records: Collection[Record], values: torch.Tensor | None = None) -> bool:
+    """End the gathers, which have filled the storages; or that of one record, whose memory ``values`` are.
+
+    Return whether one has a claim, so that it may need another class (:func:`settle`).
+    """
+    unsharded, has_claims = _statuses[UNSHARDED], False
+    for record in records:
+        param = record.param
+        if param.ds_status._name_ != IN_FLIGHT:
+            raise record._illegal(Event.ARRIVE)
+        param.ds_status = unsharded
+        param.data = record.full if values is None else values
+        if record.bits or param.ds_persist:
+            has_claims = True
     returned(records)
+    return has_claims
 
 
 def reshard(records: Collection[Record], returns: bool) -> None:
@@ -254,11 +278,15 @@ def reshard(records: Collection[Record], returns: bool) -> None:
         param, bits = record.param, record.bits
         if bits & MODULE:
             raise record._illegal(Event.RESHARD, "A module uses it: reshard it when that has ended.")
+        if param.ds_status._name_ != UNSHARDED:
+            raise record._illegal(Event.RESHARD)
         if record.in_shards:
             record.version = param._version
         elif record.watched or record.version != param._version or param.ds_persist or bits & _HELD:
             record.carry_changes()
-    _enter(records, Event.RESHARD)
+    sharded = _statuses[SHARDED]
+    for record in records:
+        record.param.ds_status = sharded
     free(records, returns)
     for record in records:
         record.param.__class__ = record.class_at_rest
@@ -276,40 +304,45 @@ def settle(records: Iterable[Record]) -> None:
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
 
 
-def claim(records: Collection[Record], claim: Claim) -> None:
+def claim_all(records: Collection[Record], claim: Claim) -> None:
     """Keep the values of ``records``, unsharded or in flight."""
-    _enter(records, Event.CLAIM)
     for record in records:
+        if record.param.ds_status._name_ == SHARDED:
+            raise record._illegal(Event.CLAIM)
         record.bits |= claim.bit
     settle(records)
 
 
-def drop(records: Collection[Record], claims: int) -> None:
+def drop_all(records: Collection[Record], claims: int) -> None:
     """End ``claims``, as bits."""
     for record in records:
         record.bits &= ~claims
     settle(records)
 
 
-def unclaimed(records: Iterable[Record]) -> list[Record]:
-    return [each for each in records if not (each.bits or each.param.ds_persist or each.param.ds_active_sub_modules)]
-
-
-def _enter(records: Iterable[Record], event: Event) -> None:
-    legal = event.legal
+def sort_out(records: Iterable[Record]) -> tuple[list[Record], list[Record], bool]:
+    """Return those of ``records`` that are unsharded and to be held, those without a claim that are unsharded or in
+    flight, and whether others have a claim.
+    """
+    held: list[Record] = []
+    free: list[Record] = []
+    has_others = False
     for record in records:
-        param = record.param
-        try:
-            target = legal[param.ds_status._name_]
-        except KeyError:
-            raise record._illegal(event, str(TRANSITIONS[event][record.state])) from None
-        param.ds_status = _statuses[target]
+        param, status = record.param, record.param.ds_status._name_
+        if record.hold and status == UNSHARDED:
+            held += (record,)
+        elif record.bits or param.ds_persist or param.ds_active_sub_modules:
+            has_others = True
+        elif status != SHARDED:
+            free += (record,)
+    return held, free, has_others
 
 
 def returned(records: Collection[Record]) -> None:
     """Restore the versions of unsharded parameters: autograd accepts saved ones unless shards were written."""
     params: list[Any] = [*records]
-    versions, count = params.copy(), 0  # no call for each: this runs for each parameter of each gather
+    versions: list[Any] = [*records]  # no call for each: this runs for each parameter of each gather
+    count = 0
     for record in records:
         if record._gone is not None:
             version, writes = record._gone
@@ -322,7 +355,8 @@ def returned(records: Collection[Record]) -> None:
 def free(records: Collection[Record], returns: bool) -> None:
     """Free the values of parameters that have been resharded; for ``returns`` see ``UnitStorage.empty()``."""
     params: list[Any] = [*records]
-    versions, count, freed = params.copy(), 0, 0
+    versions: list[Any] = [*records]
+    count = freed = 0
     for record in records:
         if record._gone is None:
             record._gone = record.param._version, record.writes

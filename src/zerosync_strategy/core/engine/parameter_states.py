@@ -47,9 +47,7 @@ class Claim(enum.Flag):
 
 
 class Event(enum.Enum):
-    """What happens to a parameter. ``legal`` maps DeepSpeed's status before to the status after."""
-
-    legal: dict[str, str]
+    """What happens to a parameter."""
 
     UNSHARD = "unsharded"
     ARRIVE = "given its values"
@@ -70,8 +68,8 @@ TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a string: an error wit
     Event.RESHARD: {_SHARDED: "Only its values can be.", _IN_FLIGHT: _WAIT, _UNSHARDED: _SHARDED},
     Event.WRITE: {_SHARDED: _SHARDED, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: _UNSHARDED},
 }
-for _event, _rows in TRANSITIONS.items():
-    _event.legal = {state.value: to.value for state, to in _rows.items() if isinstance(to, State)}
 for _claim in Claim:
     _claim.bit = _claim.value
-MODULE, WINDOW, STEPS = Claim.MODULE.value, Claim.WINDOW.value, Claim.STEPS.value  # bits, for the hot paths
+# For the hot paths: bits, and the names of DeepSpeed's statuses.
+MODULE, WINDOW, STEPS = Claim.MODULE.value, Claim.WINDOW.value, Claim.STEPS.value
+SHARDED, IN_FLIGHT, UNSHARDED = (state.value for state in State)

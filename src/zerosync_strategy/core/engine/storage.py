@@ -81,8 +81,9 @@ def memory_of(records: Sequence[Record], stream: Any, gathered: Sequence[Record]
 
     ``gathered``: all that the gather gathers, if there is more.
     """
-    storage = None
-    for record in records:
+    storage: Any = None
+    rows: list[Any] = []
+    for record in records:  # without calls for each
         if record.storage is None:
             _divide([each for each in gathered or records if each.storage is None])
         if record.storage is not storage:
@@ -92,7 +93,8 @@ def memory_of(records: Sequence[Record], stream: Any, gathered: Sequence[Record]
         if not record.is_in_storage:
             record.is_in_storage = True
             storage.inside += 1
-    return [record.rows for record in records]
+        rows += (record.rows,)
+    return rows
 
 
 def divide_anew(records: Iterable[Record]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -80,12 +83,6 @@ PLAN = (
 EVERY_TABLE = (TRAINING, COMPILATION, PLAN)
 
 
-PLAIN = (
-    torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active, torch.is_inference_mode_enabled
-)  # fmt: skip
-"""If none of them returns true, no dispatch mode, torch.func transform or inference mode changes what operators do."""
-
-
 def plain_torch() -> AbstractContextManager[object]:
     """Around operators of our own inside of a program's: hide them from dispatch modes and transforms of torch.func.
 
@@ -103,6 +100,35 @@ def plain_torch() -> AbstractContextManager[object]:
 def outside_of_transforms() -> AbstractContextManager[object]:
     """Around operators and autograd functions of our own: hide them from transforms of torch.func."""
     return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
+
+
+def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run ``method`` outside of torch's inference mode, so that parameters get memory that can be trained."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return call
+
+
+def internal(method: Callable[..., Any]) -> Callable[..., Any]:
+    """As :func:`for_training`, with parameters at rest as DeepSpeed has left them, hidden from a program's modes."""
+    dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+    inference = torch.is_inference_mode_enabled
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        if not (dispatch_modes() or transforms() or inference()):
+            with torch._C.DisableTorchFunctionSubclass():
+                return method(*args)
+        with plain_torch(), torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+            return method(*args)
+
+    return call
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,17 @@ def any_released(params: Iterable[Any]) -> bool:
     return False
 
 
+def least_available(params: Iterable[Any]) -> str:
+    """Return the status of DeepSpeed's that is furthest from having all values: of one released, else in flight."""
+    least = "AVAILABLE"
+    for param in params:  # no calls
+        if (status := param.ds_status._name_) == "NOT_AVAILABLE":
+            return "NOT_AVAILABLE"
+        if status == "INFLIGHT":
+            least = status
+    return least
+
+
 def released(params: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
     for param in params:  # no calls

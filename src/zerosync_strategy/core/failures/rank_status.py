@@ -155,12 +155,15 @@ class RankStatus:
 
 
 class Activity(AbstractContextManager[None]):
-    """The context of :meth:`RankStatus.activity`. A class, and without further calls, because each gather has one."""
+    """The context of :meth:`RankStatus.activity`, for any number of uses.
+
+    Without further calls, because each gather has one.
+    """
 
     def __init__(
-        self, status: RankStatus, what: object, position: Callable[[], str] | None = None, progress: Any = None
+        self, status: RankStatus, what: Any, position: Callable[[], str] | None = None, progress: Any = None
     ) -> None:
-        self._status, self._what, self._position, self._progress = status, what, position, progress
+        self._status, self.what, self._position, self._progress = status, what, position, progress
 
     def __enter__(self) -> None:
         status = self._status
@@ -171,12 +174,12 @@ class Activity(AbstractContextManager[None]):
         if status._stopped is not None:
             status._stop(None)
         status._moves += 1
-        status._activities += ((self._what, time.monotonic()),)
+        status._activities += ((self.what, time.monotonic()),)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is not None:
-                self._status._raised(self._what, error)
+                self._status._raised(self.what, error)
         finally:
             status = self._status
             status._moves += 1

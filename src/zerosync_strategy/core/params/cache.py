@@ -22,10 +22,10 @@ from typing import Any
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.param_functions import internal
-from zerosync_strategy.core.engine.parameter import Record, reshard, settle, unclaimed
+from zerosync_strategy.core.engine.parameter import Record, reshard, settle, sort_out
 from zerosync_strategy.core.engine.parameter_states import STEPS, Claim
 from zerosync_strategy.core.engine.storage import divide_anew
+from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.issuing import ParameterGather, arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -74,7 +74,8 @@ class ParameterCache:
     def detach(self) -> None:
         self.release_constants()
         self.plan.drop(self.plan.records)
-        self._reshard(unclaimed(self.plan.records))
+        held, free, _ = sort_out(self.plan.records)
+        self._reshard([*held, *free])
         for unit in self._units:
             unit.held = None
         self._scheduler.before_read = None
@@ -263,29 +264,40 @@ class ParameterCache:
 
         Tensors that autograd has saved of them get their values back with the next unshard.
         """
-        if held := [record for record in records if record.hold and zero3.is_gathered(record.param)]:
+        held, free, others_stay = sort_out(records)
+        if held:
             self.plan.claim(held)
-        free = unclaimed(records)
-        if free != records:
+        if held or others_stay:
             settle(records)
-        self._free(free, returns=True)
+        special: list[Record] = []
+        for record in free:  # without calls for each
+            if record.gather is not None and not record.gather.is_done:
+                _wait((record,))
+            if not record.plain:
+                special += (record,)
+        if special:
+            self._reshard(special)
+            free = [record for record in free if record.plain]
+        if free:
+            with zero3.as_it_is():
+                reshard(free, returns=True)
 
     def recover(self) -> None:
-        with zero3.as_it_is():
-            self.reshard([record for record in self.plan.records if not record.hold])
+        self.reshard([record for record in self.plan.records if not record.hold])
 
+    @internal
     def _reshard(self, records: Iterable[Record]) -> None:
-        with zero3.as_it_is():
-            self._free(records)
-
-    def _free(self, records: Iterable[Record], returns: bool = False) -> None:
+        """Reshard ``records`` in spite of their claims. What autograd has saved of them keeps its values."""
         arrived(records)
         gathered = zero3.gathered(records)
         if plain := [record for record in gathered if record.plain]:
-            reshard(plain, returns)
+            reshard(plain, returns=False)
         for record in gathered:
             if not record.plain:
                 record.param.partition()
+
+
+_wait = internal(arrived)
 
 
 def _stays(record: Record) -> bool:

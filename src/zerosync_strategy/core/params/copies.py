@@ -23,7 +23,7 @@ import torch
 
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.param_functions import for_training
+from zerosync_strategy.core.engine.torch_internals import for_training
 
 _PAGE = 4096  # least bytes of a block of pinned memory
 Values = TypeVar("Values")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter import Record, claim, drop
+from zerosync_strategy.core.engine.parameter import Record, claim_all, drop_all
 from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW, Claim
 from zerosync_strategy.core.params.copies import fitting
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -29,6 +29,8 @@ class HoldPlan:
 
     Attributes:
         counts: gathers are being counted, because it is unknown yet what to hold.
+        holds_all: all parameters are held, so that only the first module of a window gathers. False if all others are
+            persistent: the modules that first need those gather them.
         peak_bytes: the most bytes held at once since the last step.
     """
 
@@ -50,17 +52,9 @@ class HoldPlan:
         self.counts = budget is not None and (budget > 0 or automatic or bool(self._copies))
 
     def _set_budget(self, budget: int | None) -> None:
-        self.budget = budget
+        self.budget, self.holds_all = budget, budget is None
         for record in self.records:
             record.hold = budget is None
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether all parameters are held, so that only the first module of a window gathers.
-
-        False if all others are persistent: the modules that first need those gather them.
-        """
-        return self.budget is None
 
     @property
     def everything(self) -> int:
@@ -166,7 +160,7 @@ class HoldPlan:
     def claim(self, records: Iterable[Record]) -> None:
         """Claim ``records``, which are unsharded or about to be gathered, until the step."""
         new = [record for record in records if not record.bits & WINDOW]
-        claim(new, Claim.WINDOW)
+        claim_all(new, Claim.WINDOW)
         for record in new:
             self.held_bytes += record.nbytes
         for copies in self._copies:
@@ -178,7 +172,7 @@ class HoldPlan:
         for record in held:
             if record.bits & WINDOW:
                 self.held_bytes -= record.nbytes
-        drop(held, WINDOW | STEPS)
+        drop_all(held, WINDOW | STEPS)
 
     def held(self, claim: Claim = Claim.WINDOW) -> list[Record]:
         bit = claim.value

@@ -82,19 +82,13 @@ CONTEXTS = "GatheredParameters"
 class GatherCount:
     """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
-    ``counters``: of the engines of this module, or of parts of it.
+    ``counters``: of the engines of this module, or of parts of it. ``is_for_step``: now they have.
     """
 
     def __init__(self) -> None:
         self.counters: list[EngineCounter] = []
-        self._is_for_step = True
+        self.is_for_step = True
         self._in_context = False
-
-    def add(self, params: Iterable[Any]) -> None:
-        """Count a gather of ``params`` for modules, or for readers that no hook serves."""
-        if self._is_for_step:
-            for param in params:
-                param._zerosync_record.gathers += 1
 
     def issued(self) -> None:
         """Attribute a gather to the only engine of this module; with several, their gradients tell which one it was."""
@@ -104,7 +98,7 @@ class GatherCount:
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Around a forward without gradients, whose gathers do not count for a step."""
-        with replaced(self, "_is_for_step", False), self.apart(NO_GRADIENTS):
+        with replaced(self, "is_for_step", False), self.apart(NO_GRADIENTS):
             yield
 
     def in_context(self) -> AbstractContextManager[None]:
@@ -179,9 +173,10 @@ class Issuing:
         """
         if not records:
             return []
+        if group.stream is None:
+            return memory_of(records, None, gathered)
         rows = memory_of(records, self.streams.caller, gathered)
-        if group.stream is not None:
-            self.streams.gathers_wait_for_caller(group.stream)
+        self.streams.gathers_wait_for_caller(group.stream)
         return rows
 
     def begin(self, group: GatherGroup, ids: tuple[int, ...], digested: bytes) -> int:
@@ -226,19 +221,20 @@ class ParameterGather:
     """
 
     def __init__(
-        self, issuing: Issuing, group: GatherGroup, records: Sequence[Record], activity: GatherActivity,
+        self, issuing: Issuing, group: GatherGroup, records: Sequence[Record], activity: Activity,
         wait: Callable[[], object], land: Callable[[Any], None] | None, packed: Sequence[Record], keeps: bool = True,
     ) -> None:  # fmt: skip
         self._wait, self.is_done = wait, False
         self._error: Exception | None = None
-        self._gather_streams, self._status, self._host = issuing.streams, issuing.status, issuing.host
+        self._gather_streams, self._host = issuing.streams, issuing.host
         self._stream, self._is_tagged, self.event = group.stream, group.is_tagged, None
         self._records, self._activity, self._land, self._packed, self._keeps = records, activity, land, packed, keeps
         self._has_copies = issuing.host is not None or issuing.node_shards is not None
         self.users: list[Any] = []
-        nbytes = 0
+        nbytes, asked = 0, issuing.count.is_for_step
         for record in records:
             record.gather = self
+            record.gathers += asked
             if group.digest is not None:
                 record.counted = record.nbytes
                 nbytes += record.nbytes
@@ -262,7 +258,7 @@ class ParameterGather:
         streams = self._gather_streams
         if self._error is not None:
             raise self._error
-        with Activity(self._status, self._activity), zero3.as_it_is():
+        with self._activity, zero3.as_it_is():
             try:
                 self._wait()
             except Exception as error:
@@ -270,9 +266,10 @@ class ParameterGather:
                 raise
             try:
                 if self._land is None:
-                    arrive(self._records)
+                    has_claims = arrive(self._records)
                 else:
                     self._land(streams.caller)
+                    has_claims = True
             except BaseException:  # as when out of memory: the next wait lands it
                 self._wait = _nothing
                 if self._stream is not None:
@@ -285,7 +282,8 @@ class ParameterGather:
             del self._wait, self._land, self._packed
             if self._host is not None and self._keeps:
                 self._keep(self._host)
-        settle(self._records)
+        if has_claims:
+            settle(self._records)
 
     def land_behind(self) -> None:
         """Set the values behind the message on the stream that gathers, so that what was received is freed there.

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.param_functions import for_training
 from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine.torch_internals import for_training
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.doing import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
@@ -140,7 +140,6 @@ class GatherScheduler:
         if self._has_empty:
             released = [param for param in released if not gathering.gather_empty(param)]
         for part in self._turn(released) if released else ():
-            self.issuing.count.add(part.params)
             if not self._nearer:
                 self._shards.issue(part, issued)
                 continue
@@ -235,7 +234,7 @@ class GatherScheduler:
         """Return the values of ``param`` in memory of their own, for a reader that no hook serves. Collective."""
         self.arrive(param)
         if zero3.is_released(param):
-            self.issuing.count.add((param,))
+            param._zerosync_record.gathers += self.issuing.count.is_for_step
         (full,) = self.values([param])
         return full
 

@@ -16,12 +16,13 @@ from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import record_of, unshard
 from zerosync_strategy.core.failures.gathers import GatherActivity
+from zerosync_strategy.core.failures.rank_status import Activity
 from zerosync_strategy.core.params.copies import gather_node_shards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, tagged_all_gather
 
 _Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with its activity
-_Messages = list[tuple[gathering.Message, GatherActivity]]
+_Messages = list[tuple[gathering.Message, Activity]]
 
 
 class Part:
@@ -58,7 +59,7 @@ class Source(ABC):
         """Issue the gathers of the parameters of ``part`` that this source has."""
         for arrival, activity in self._send(part, False):
             unshard(records := list(map(record_of, arrival.params)))
-            common = (self._issuing, part.group, records, activity, arrival.wait)
+            common = (self._issuing, part.group, records, Activity(self._issuing.status, activity), arrival.wait)
             issued.append(ParameterGather(*common, arrival.land, arrival.packed))
 
     def values(self, part: Part) -> dict[Any, torch.Tensor]:
@@ -126,10 +127,14 @@ class AllShards(Source):
         self, group: GatherGroup, params: list[Any], dtype_of: Callable[[Any], torch.dtype] = zero3.gather_dtype,
         reader: str = "",
     ) -> Part:  # fmt: skip
-        activity, messages, over = self._issuing.activity, None, (group.communicator, group.in_place)
+        activity, status = self._issuing.activity, self._issuing.status
+        messages, over = None, (group.communicator, group.in_place)
         if all(map(self.is_plain, params)):
             messages = [
-                (gathering.Message(members, dtype_of(members[0]), *over), activity(group, members, reader))
+                (
+                    gathering.Message(members, dtype_of(members[0]), *over),
+                    Activity(status, activity(group, members, reader)),
+                )
                 for members in _by_dtype(params, dtype_of)
             ]
         return Part(group, params, messages, activity(group, params, reader))
@@ -139,7 +144,7 @@ class AllShards(Source):
         all_gather = self._opened(part)
         with phase("gather", part.name):
             for message, activity in part.messages:
-                yield message.send(all_gather, message.new_rows()), activity
+                yield message.send(all_gather, message.new_rows()), activity.what
         self._issuing.issued(part.group, part.activity, communicator=part.group.communicator)
 
     def _opened(self, part: Part) -> gathering.AllGather:
@@ -160,21 +165,21 @@ class AllShards(Source):
         group, issuing = part.group, self._issuing
         all_gather = self._opened(part)
         for message, activity in messages:
-            records = message.records
+            records, packed, land = message.records, message.packed, None
             rows = issuing.memory_of(group, records[: message.placed], records) if message.placed else []
             if group.stream is None:
-                arrival = message.send(all_gather, rows)
+                received, wait = message.begin(all_gather, rows)
             else:
                 with issuing.on(group):
-                    arrival = message.send(all_gather, rows)
-            wait, land = arrival.wait, None
-            if issuing.node_shards is not None:
-                wait = partial(issuing.node_shards.keep, arrival)
-            if message.placed < len(records):
-                land = arrival.land
+                    received, wait = message.begin(all_gather, rows)
+            if packed or issuing.node_shards is not None:
+                arrival = message.arrival(rows, received, wait)
+                if issuing.node_shards is not None:
+                    wait = partial(issuing.node_shards.keep, arrival)
+                if packed:
+                    land = arrival.land
             unshard(records)
-            packed = records[message.placed :]
-            issued.append(ParameterGather(issuing, group, records, activity, wait, land, packed))
+            issued += (ParameterGather(issuing, group, records, activity, wait, land, packed),)
         issuing.issued(group, part.activity, communicator=group.communicator)
 
     def _issue_by_deepspeed(self, part: Part, issued: list[ParameterGather]) -> None:
@@ -182,7 +187,8 @@ class AllShards(Source):
         with issuing.gathering(group, part.params):
             with issuing.on(group):
                 arrive = gathering.by_deepspeed(part.params)
-            common = (issuing, group, list(map(record_of, part.params)), part.activity, issuing.waiting_for(group))
+            activity = Activity(issuing.status, part.activity)
+            common = (issuing, group, list(map(record_of, part.params)), activity, issuing.waiting_for(group))
             issued.append(ParameterGather(*common, arrive, (), keeps=False))
 
     def values(self, part: Part) -> dict[Any, torch.Tensor]:

@@ -29,23 +29,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
-from zerosync_strategy.core.engine.param_functions import internal
 from zerosync_strategy.core.engine.parameter import Record, settle
+from zerosync_strategy.core.engine.parameter_states import SHARDED, UNSHARDED
 from zerosync_strategy.core.engine.saved_tensors import SavedTensorHooks, hookable, hooked, nodes_made
+from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes
+from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes, Stay
 from zerosync_strategy.core.params.units import Unit
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types in the output of a unit that cannot hide a tensor."""
+_NONE: dict[Unit, int] = {}
 
 
 class Call:
@@ -63,6 +65,7 @@ class Call:
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.unit, self.number, self.nodes = unit, number, nodes_made()
+        unit.begin()
         self.ended: int | None = None
         self.reads: dict[Any, Any] = {}
         self.hooks: ExitStack | None = None
@@ -74,17 +77,6 @@ class Call:
             self.hooks.close()
 
 
-class Stay(NamedTuple):
-    """The values of an expected unit stay until ``passes.count`` has reached ``until``.
-
-    ``at_rest``: nothing that runs may need them before the unit is called.
-    """
-
-    passes: Passes
-    until: int
-    at_rest: bool
-
-
 class UnitHooks:
     """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`."""
 
@@ -94,9 +86,9 @@ class UnitHooks:
         self._streams = scheduler.issuing.streams
         self._has_streams = bool(scheduler.issuing.gather_streams)
         config = gathering.config_of(engine)
-        self._ahead_numel = config.prefetch_bucket_size
-        self._live_numel, self._reuse_numel = config.max_live_parameters, config.max_reuse_distance
-        self._forwards, self._backwards = Passes(), Passes()
+        self._reuse_numel = config.max_reuse_distance
+        limits = config.prefetch_bucket_size, config.max_live_parameters
+        self._forwards, self._backwards = Passes(*limits), Passes(*limits)
         self._expected: dict[Unit, Stay] = {}  # units that no forward or backward uses now
         self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has reached, or will (``END``)
         self._calls: list[Call] = []  # the running ones
@@ -135,31 +127,33 @@ class UnitHooks:
             return  # a copy, with parameters of its own
         if self._streams.has_graphs:
             self._streams.refuse_capture("A forward")
-        if not self._calls and not in_backward():  # a forward of the model, or of a part that is called directly
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        is_outermost = not (self._calls or is_recomputed)  # the model, or a part that is called directly
+        if is_outermost:
             self._scheduler.compare_aborted()
             if self._tasks:  # left by backwards that have raised
                 self._leave_tasks()
             self.saved_tensors.forward_begins()
-        unit.begin()
         self._count += 1
         self._calls.append(call := Call(unit, self._count))
-        if not self._cache.plan.holds_all:
+        if not (is_recomputed or self._cache.plan.holds_all):
             self._scheduler.order.begins(unit)
         if unit.held is not None or self._cache.infers:
             self._cache.use(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
-            if len(self._calls) == 1 and not in_backward() and self._forwards.begins_again(unit):
+            if is_outermost and self._forwards.begins_again(unit):
                 self._over(self._forwards)
-            self._fetch(unit)
-            if self.saved_tensors.is_used and torch.is_grad_enabled() and not in_backward():
+            self._fetch(unit, self._backwards if is_recomputed else self._forwards)
+            if self.saved_tensors.is_used and not is_recomputed and torch.is_grad_enabled():
                 call.hooks = hooked(partial(self._unpacks, call))
 
     def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended its forward
-        call, repeats = self._calls.pop(), torch._C._current_graph_task_id() != -1
+        call, task = self._calls.pop(), torch._C._current_graph_task_id()
         call.end(self._count)
-        self._scheduler.order.ends(unit)
+        if task == -1:
+            self._scheduler.order.ends(unit)
         if unit.held is not None or self._cache.infers:
             self._cache.used(unit)
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
@@ -167,32 +161,44 @@ class UnitHooks:
                     if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                         hookable(leaf).register_hook(partial(self._backward_passes, unit))
         elif unit.params:
-            leaves = _leaves(output)
-            if unit not in self._lent and unit.is_in(leaves):
-                self._lent.add(unit)
-            expects = torch.is_grad_enabled() and self._expect_backward(call, leaves)
-            if not repeats:
+            has_graph = torch.is_grad_enabled()
+            expects = self._expect_uses(call, _leaves(output), task, has_graph)
+            if task == -1:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
-                    self._expect(unit, self._backwards if expects else self._forwards)
-                elif not torch.is_grad_enabled() and end + self._forwards.start(unit) < self._reuse_numel:
-                    self._expect(unit, self._forwards, 2, at_rest=True)  # this one and the next
+                    self._expected[unit] = (self._backwards if expects else self._forwards).stay
+                elif not has_graph and end + self._forwards.start(unit) < self._reuse_numel:
+                    of = self._forwards
+                    self._expected[unit] = Stay(of, of.count + 2, at_rest=True)  # this one and the next
             self._leave_unused(unit)
-        if module is self._root and not unit.runs and not repeats:
+        if module is self._root and not unit.runs and task == -1:
             self._over(self._forwards)
 
-    def _expect_backward(self, call: Call, leaves: list[Any]) -> bool:
-        """Register :meth:`_backward_comes` on the outputs; return whether a backward can reach them."""
-        unit, task, finds = call.unit, torch._C._current_graph_task_id(), False
-        nodes = call.nodes
+    def _expect_uses(self, call: Call, leaves: list[Any], task: int, has_graph: bool) -> bool:
+        """See what may use the values after a forward, with outputs ``leaves``; return whether a backward may.
+
+        Then :meth:`_backward_comes` is registered on the outputs.
+        """
+        unit, nodes, finds = call.unit, call.nodes, False
+        suspects: list[torch.Tensor] = []
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            node, base = leaf.grad_fn, leaf._base
+            if node is None or base is not None:  # what has been computed has memory of its own
+                suspects += (leaf,)
+            if has_graph and leaf.requires_grad:
                 finds = True
-                if (node := leaf.grad_fn) is None or torch._C._are_functorch_transforms_active():
+                if node is None or torch._C._are_functorch_transforms_active():
                     self._kept[unit] = None  # a hook on a leaf would stay there
                     continue
-                nodes = max(nodes, node._sequence_nr() + 1)
-                hookable(leaf).register_hook(partial(self._backward_comes, call))
+                if (number := node._sequence_nr()) >= nodes:
+                    nodes = number + 1
+                (leaf if base is None else hookable(leaf)).register_hook(partial(self._backward_comes, call))
+        if suspects and unit not in self._lent and unit.is_in(suspects):
+            self._lent.add(unit)
+        if not has_graph:
+            return False
         if call.hooks is None and task == -1 and nodes < nodes_made():
             self.saved_tensors.need()  # what was made after the outputs may have left beside them
             self._kept[unit] = None
@@ -213,7 +219,7 @@ class UnitHooks:
         """Gather the unit of ``call`` if a backward needs what the call has saved before it comes to an output."""
         if call.ended is None or not in_backward():
             return
-        if self._tasks.get(torch._C._current_graph_task_id(), {}).get(call.unit) != call.number:
+        if self._tasks.get(torch._C._current_graph_task_id(), _NONE).get(call.unit) != call.number:
             self.saved_tensors.need()
         self._backward_comes(call, None)
 
@@ -221,19 +227,20 @@ class UnitHooks:
         """Gather the unit of ``call``, which a backward has reached."""
         unit, number, ended = call.unit, call.number, call.ended or 0
         task = torch._C._current_graph_task_id()
-        entered = self._tasks.get(task, {})
+        entered = self._tasks.get(task, _NONE)
         if entered.get(unit) == number and zero3.all_gathered(unit.params):
             return  # at another output of the same call
         self._scheduler.backward_comes(unit)
-        for left in [each for each, began in entered.items() if ended < began < END and each is not unit]:
+        for left in [each for each in entered if ended < entered[each] < END and each is not unit]:
             self._leave(task, left)
-        for other in [other for other in unit.tasks if self._tasks[other][unit] == END]:
-            del self._tasks[other][unit]  # a backward inside of that one has reached the recomputed call
-            unit.tasks.discard(other)
+        if unit.tasks:
+            for other in [other for other in unit.tasks if self._tasks[other][unit] == END]:
+                del self._tasks[other][unit]  # a backward inside of that one has reached the recomputed call
+                unit.tasks.discard(other)
         self._enter(task, unit, number)
         if torch.is_grad_enabled():
             self._kept[unit] = None
-        self._fetch(unit)
+        self._fetch(unit, self._backwards)
 
     def _backward_passes(self, unit: Unit, grad: Any) -> None:
         """Report that a backward has reached a call of a held unit, between units that are not held."""
@@ -253,9 +260,9 @@ class UnitHooks:
         unit.tasks.discard(task)
         again, end = self._backwards.distances(unit)
         if again < self._reuse_numel:
-            self._expect(unit, self._backwards)
+            self._expected[unit] = self._backwards.stay
         elif self._backwards.count + 1 < self._closes and end + self._forwards.start(unit) < self._reuse_numel:
-            self._expect(unit, self._forwards, at_rest=True)
+            self._expected[unit] = self._forwards.stay_at_rest
         self._leave_unused(unit)
 
     def _backward_ends(self, task: int) -> None:
@@ -272,56 +279,45 @@ class UnitHooks:
     # ---- gathering and resharding --------------------------------------------------------------------------------
 
     @internal
-    def _fetch(self, unit: Unit) -> None:
+    def _fetch(self, unit: Unit, passes: Passes) -> None:
         """Unshard ``unit``, make the current stream wait for it, and gather the next units ahead."""
-        passes = self._forwards if torch._C._current_graph_task_id() == -1 else self._backwards
         passes.comes(unit)
-        self._expected.pop(unit, None)
-        if not zero3.all_gathered(unit.params):
-            if zero3.any_released(unit.params):
+        if unit in self._expected:
+            del self._expected[unit]
+        if (status := zero3.least_available(unit.params)) != UNSHARDED:
+            if status == SHARDED:
                 self._issue(unit.params)
             arrived(unit.records)
         if self._has_streams:
             self._scheduler.join(unit.records)
         unit.claim()
-        self._gather_ahead(unit, passes)
+        if passes.ahead:
+            self._gather_ahead(passes)
 
-    def _gather_ahead(self, unit: Unit, passes: Passes) -> None:
+    def _gather_ahead(self, passes: Passes) -> None:
         """Gather expected units ahead, within DeepSpeed's limits, unless half of the limit is unsharded already.
 
         The next unit has a message of its own, so that it waits for nothing else; the others share one.
         """
-        if not self._ahead_numel:
-            return
-        numel = 0
         missing: list[Unit] = []
-        nearest: Unit | None = None
-        for following in passes.ahead():
-            if following is unit or following.held is not None:
+        for following, is_half in passes.ahead:
+            if following.held is not None:  # since that pass
                 continue
-            if numel >= self._ahead_numel or unit.numel + numel + following.numel > self._live_numel:
-                break
-            nearest = nearest or following
             if zero3.any_released(following.params):
-                missing.append(following)
-            elif not missing and numel + following.numel >= self._ahead_numel / 2:
+                missing += (following,)
+                self._expected[following] = passes.stay_at_rest
+            elif is_half and not missing:
                 return
-            numel += following.numel
+        if missing and missing[0] is passes.ahead[0][0]:
+            self._issue(missing[0].params)
+            del missing[0]
         if missing:
-            for each in missing:
-                self._expect(each, passes, at_rest=True)
-            alone = int(missing[0] is nearest)
-            for units in filter(None, (missing[:alone], missing[alone:])):
-                self._issue([param for each in units for param in each.params])
+            self._issue([param for each in missing for param in each.params])
 
     def _issue(self, params: list[Any]) -> None:
         if self._cache.plan.counts:
             self._cache.plan.count(params)
         self._scheduler.issue(params)
-
-    def _expect(self, unit: Unit, passes: Passes, count: int = 1, at_rest: bool = False) -> None:
-        """Let ``unit`` stay unsharded until ``count`` of ``passes`` have ended, including the running one."""
-        self._expected[unit] = Stay(passes, passes.count + count, at_rest)
 
     def _over(self, of: Passes) -> None:
         """End a forward of the model, or a backward, and reshard the units that were expected in it but not called."""
@@ -342,7 +338,6 @@ class UnitHooks:
         elif self._expected[unit].at_rest:
             settle(unit.let_go())  # at rest: readers treat it as sharded
 
-    @internal
     def _reshard(self, records: list[Record]) -> None:
         if self._has_streams:
             self._scheduler.join(records)  # on any stream

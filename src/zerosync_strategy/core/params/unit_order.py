@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,7 +58,8 @@ class UnitOrder:
         return replaced(self, "_counts", self._counts and torch.is_grad_enabled())
 
     def begins(self, unit: Unit) -> None:
-        if not self._counts or torch._C._current_graph_task_id() != -1:
+        """Count a call, outside of a backward."""
+        if not self._counts:
             return
         if self._is_over or self._calls == LONGEST:
             self._calls, self._is_over = 0, False
@@ -69,7 +70,7 @@ class UnitOrder:
             self._began[unit] = self._calls
 
     def ends(self, unit: Unit) -> None:
-        if self._counts and torch._C._current_graph_task_id() == -1:
+        if self._counts:
             self._ended[unit] = [*self._ended[unit], self._calls] if unit in self._ended else [self._calls]
 
     def reads(self, param: Any) -> None:
@@ -107,8 +108,21 @@ class UnitOrder:
 # ---- passes ------------------------------------------------------------------------------------------------------
 
 
+class Stay(NamedTuple):
+    """The values of an expected unit stay until ``passes.count`` has reached ``until``.
+
+    ``at_rest``: nothing that runs may need them before the unit is called.
+    """
+
+    passes: Passes
+    until: int
+    at_rest: bool
+
+
 class Pass:
     """The units of a forward or a backward, in the order of their calls. Distances are in elements of units.
+
+    What is asked at each call is found once and kept, since a pass comes again and again.
 
     ``start``: the distance from the start to the first call of each.
     """
@@ -119,13 +133,33 @@ class Pass:
         self._before = [0, *itertools.accumulate(unit.numel for unit in units)]  # elements before each place
         self._last = {unit: place for place, unit in enumerate(units)}
         self.start = {unit: self._before[place] for place, unit in reversed([*enumerate(units)])}
+        self.distances: dict[tuple[Unit, int], tuple[float, float]] = {}
+        self.ahead: list[list[tuple[Unit, bool]] | None] = [None] * len(units)
 
-    def distances(self, unit: Unit, place: int) -> tuple[float, float]:
+    def find_distances(self, unit: Unit, place: int) -> tuple[float, float]:
         """Return the distance from ``place`` to the next call of ``unit`` (infinite if none), and to the end."""
         before, again = self._before, INFINITE
         if unit in self._last and self._last[unit] >= place:
             again = before[self.units.index(unit, place)] - before[place]
-        return again, before[-1] - before[place]
+        found = self.distances[unit, place] = again, before[-1] - before[place]
+        return found
+
+    def find_ahead(self, place: int, most: int, live: int) -> list[tuple[Unit, bool]]:
+        """Return the units to gather ahead of those of call ``place``, each with whether half of ``most`` is reached.
+
+        They are of at most ``most`` elements, of which the last may exceed that, and with the unit itself of at most
+        ``live``.
+        """
+        unit, numel, found = self.units[place], 0, []
+        for following in itertools.islice(self.units, place + 1, None):
+            if following is unit:
+                continue
+            if numel >= most or unit.numel + numel + following.numel > live:
+                break
+            numel += following.numel
+            found.append((following, numel >= most / 2))
+        self.ahead[place] = found
+        return found
 
     def followed(self, by: Pass, before: Pass | None) -> None:
         """Record that ``by`` followed this pass, and that ``before`` preceded it."""
@@ -145,12 +179,21 @@ class Passes:
     It expects the pass that followed the last two passes before. If this pass begins differently, it expects the latest
     pass that began alike.
 
+    Args:
+        most: elements to gather ahead.
+        live: elements that may be unsharded.
+
     Attributes:
         count: passes that have ended.
+        ahead: what to gather ahead of the call that has come last (:meth:`Pass.find_ahead`).
+        stay, stay_at_rest: until the running pass has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, live: int) -> None:
+        self._most, self._live = most, live
         self.count = 0
+        self.ahead: list[tuple[Unit, bool]] = []
+        self.stay, self.stay_at_rest = Stay(self, 1, False), Stay(self, 1, True)
         self._known: list[Pass] = []  # latest first
         self._before: Pass | None = None  # the pass before the last
         self._following: Pass | None = None  # the pass likely to follow the last
@@ -159,14 +202,21 @@ class Passes:
         self._place = 0  # how many there are now
 
     def comes(self, unit: Unit) -> None:
+        """Record that ``unit`` is called next."""
         place, expected = self._place, self._expected
         self._now += (unit,)
         self._place += 1
         if expected is None and place:
             return
-        if expected is None or place >= len(expected.units) or expected.units[place] is not unit:
+        if expected is None or expected.units[place : self._place] != [unit]:
             likely = () if self._following is None else (self._following, *self._known)
-            self._expected = next((known for known in likely if known.units[: place + 1] == self._now), None)
+            expected = next((known for known in likely if known.units[: self._place] == self._now), None)
+            self._expected = expected
+        if expected is None:
+            self.ahead = []
+        else:
+            found = expected.ahead[place]
+            self.ahead = expected.find_ahead(place, self._most, self._live) if found is None else found
 
     def begins_again(self, unit: Unit) -> bool:
         """Return whether the call of ``unit``, as the outermost module, starts a new pass.
@@ -178,13 +228,12 @@ class Passes:
         repeats = not torch.is_grad_enabled() and self._now[:1] == [unit]
         return repeats or len(self._now) >= LONGEST
 
-    def ahead(self) -> Iterable[Unit]:
-        """Return the units expected to follow."""
-        return () if self._expected is None else itertools.islice(self._expected.units, self._place, None)
-
     def distances(self, unit: Unit) -> tuple[float, float]:
         """Return the distances from here to the next call of ``unit`` and to the end; infinite if unexpected."""
-        return _UNEXPECTED if self._expected is None else self._expected.distances(unit, self._place)
+        expected, key = self._expected, (unit, self._place)
+        if expected is None:
+            return _UNEXPECTED
+        return expected.distances[key] if key in expected.distances else expected.find_distances(*key)
 
     def start(self, unit: Unit) -> float:
         """Return the distance from the start of the next pass to ``unit``; the running pass is not the next."""
@@ -199,10 +248,11 @@ class Passes:
         if not self._now:
             return
         self.count += 1
+        self.stay, self.stay_at_rest = (Stay(self, self.count + 1, at_rest) for at_rest in (False, True))
         this = next((known for known in self._known if known.units == self._now), None) or Pass(self._now)
         if self._known:
             self._known[0].followed(this, self._before)
             self._before = self._known[0]
         self._known = [this, *(known for known in self._known if known is not this)][:REMEMBERED]
         self._following = this.following(self._before) or this
-        self._expected, self._now, self._place = None, [], 0
+        self._expected, self._now, self._place, self.ahead = None, [], 0, []

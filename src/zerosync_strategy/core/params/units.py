@@ -56,7 +56,8 @@ class Unit:
         self.tasks: set[int] = set()
         self.held: list[Any] | None = None
         self.pending = True
-        self._mark(False)
+        for attributes in self._marks:
+            attributes[RUNS] = False
 
     def __deepcopy__(self, memo: Any) -> Unit:
         return self  # for a copied module (unit_hooks.py)
@@ -81,38 +82,31 @@ class Unit:
                 record.writes_at_use = record.writes
             record.param.__class__ = record.own_class
 
-    def is_in(self, outputs: Iterable[Any]) -> bool:
+    def is_in(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Return whether one of ``outputs`` is a parameter of the unit, which has its values, or shares its memory."""
-        suspects = [
-            output
-            for output in outputs
-            if isinstance(output, torch.Tensor)
-            and (output.grad_fn is None or output._base is not None)  # what has been computed has memory of its own
-            and output.layout is torch.strided
-        ]
-        if not suspects:
-            return False
         with zero3.as_it_is():
             memories = {param.untyped_storage()._cdata for param in self.params}
-            return any(untransformed(output).untyped_storage()._cdata in memories for output in suspects)
+            return any(
+                untransformed(output).untyped_storage()._cdata in memories
+                for output in outputs
+                if output.layout is torch.strided
+            )
 
     def begin(self) -> None:
         self.runs += 1
         if self.runs == 1:
-            self._mark(True)
+            for attributes in self._marks:
+                attributes[RUNS] = True
         for record in self.records:
             record.runs += 1
 
     def end(self) -> None:
         self.runs -= 1
         if not self.runs:
-            self._mark(False)
+            for attributes in self._marks:
+                attributes[RUNS] = False
         for record in self.records:
             record.runs -= 1
-
-    def _mark(self, runs: bool) -> None:
-        for attributes in self._marks:
-            attributes[RUNS] = runs
 
     def unmark(self) -> None:
         for attributes in self._marks:
@@ -121,11 +115,12 @@ class Unit:
     def let_go(self) -> list[Record]:
         """End the claim on the values; return the records that no other unit claims."""
         self.is_claimed = False
+        free: list[Record] = []
         for record in self.records:
             record.users -= 1
-        free = [record for record in self.records if not record.users]
-        for record in free:
-            record.bits &= ~MODULE
+            if not record.users:
+                record.bits &= ~MODULE
+                free += (record,)
         return free
 
 
