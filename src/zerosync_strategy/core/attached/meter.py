@@ -13,7 +13,6 @@ from zerosync_strategy.core.attached.parameters import Parts
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.failures.doing import Cause, Departure
-from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.report import StepReport, size_text
 
@@ -57,7 +56,7 @@ class StepMeter:
         of_module = self._of_module
         needed = self.all_once
         if of_module is not None:
-            needed = self._gathered(of_module.cache.plan) if self._counts_gathers else Sent()
+            needed = of_module.cache.plan.needed(self.parameter_bytes) if self._counts_gathers else Sent()
         floor = reducer.pipeline.sent_floor.plus(needed)
         self.report = report = StepReport(
             step=self.steps,
@@ -82,16 +81,6 @@ class StepMeter:
             self._reports.note(report.step, lambda: report.line(self._label()))
         if self._budgets is not None:
             self._budgets.step_ended()
-
-    def _gathered(self, plan: HoldPlan) -> Sent:
-        """Return what this rank had to send to gather parameters, for a window and its step, and reset the counts."""
-        nbytes = between = 0
-        for param, sent in self.parameter_bytes.items():
-            gathers, crossings = plan.gathers_in(param._zerosync_record)
-            param._zerosync_record.gathers = 0
-            nbytes += gathers * (sent.nbytes - sent.between) + crossings * sent.between
-            between += crossings * sent.between
-        return Sent(nbytes, between)
 
     def compiling(self) -> None:
         """Stop counting gathers: DeepCompile's graphs do not count them."""

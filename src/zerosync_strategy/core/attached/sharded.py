@@ -99,7 +99,7 @@ class ShardedParameters(Parameters):
     def __init__(self, parts: Parts, weights: ShardedWeights, of_module: ModuleParameters) -> None:
         self._parts, self._weights, self._of_module = parts, weights, of_module
         self._optimizer = parts.engine.optimizer
-        self._trained = frozenset(parts.reducer.params)
+        self._trained = [param._zerosync_record for param in parts.reducer.params]
         self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units
         self.is_compiled = False
         of_module.scheduler.in_backward.append(parts.window.reaches_unit)

@@ -96,11 +96,11 @@ class Arrival:
 
     def values(self) -> list[tuple[Any, torch.Tensor]]:
         """Return each parameter with its values in its own shape and dtype, for the caller to keep."""
-        values = []
+        values: list[tuple[Any, torch.Tensor]] = []
         for param, shards in zip(self.params, self.shards(), strict=True):
             # A range of columns is a strided view, which cannot be sent as bytes.
-            full = shards.contiguous().view(-1).narrow(0, 0, param.ds_numel).view(param.ds_shape)
-            values.append((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)))
+            full = shards.contiguous().view(-1)[: param.ds_numel].view(param.ds_shape)
+            values += ((param, full if full.dtype is param.ds_tensor.dtype else full.to(param.ds_tensor.dtype)),)
         return values
 
     @property

@@ -46,10 +46,9 @@ def intercept(param: Any) -> None:
             _gather_in_buckets(params)  # of attached engines: as a step gathers persistent parameters
         with zero3.as_it_is():
             handles = _gather_all(stock[0], params, async_op, hierarchy)
-        for gathered in params:
-            if zero3.is_gathered(gathered) and (record := getattr(gathered, "_zerosync_record", None)) is not None:
-                returned((record,))
-                gathered.__class__ = record.own_class
+        returned(gathered := zero3.gathered(_records(params)))
+        for record in gathered:
+            record.use()
         return handles
 
     @for_training
@@ -150,11 +149,9 @@ def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
 
 def _gather_in_buckets(params: Iterable[Any]) -> None:
     """Gather those of ``params`` that attached engines have, as their modules would. Collective."""
-    by_owner: dict[Any, list[Any]] = {}
-    for record in _records(params):
-        by_owner.setdefault(record.owner, []).append(record.param)
-    for owner, of_owner in by_owner.items():
-        owner.gather_and_wait(of_owner)
+    records = _records(params)
+    for owner in dict.fromkeys([record.owner for record in records]):
+        owner.gather_and_wait([record.param for record in records if record.owner is owner])
 
 
 def _records(params: Iterable[Any]) -> list[Record]:

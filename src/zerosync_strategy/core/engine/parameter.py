@@ -7,7 +7,7 @@ parameter differs then. The idea is that of PyTorch's FSDP, except for the versi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ class Record:
 
     def arrive(self, values: torch.Tensor) -> None:
         """End the gather; ``values`` is the parameter's memory from now on."""
-        arrive((self,), values)
+        arrive((self,), (values,))
 
     def claim(self, claim: Claim) -> None:
         """Keep the values, unsharded or in flight."""
@@ -251,18 +251,18 @@ def unshard(records: Iterable[Record]) -> None:
         param.ds_status = in_flight
 
 
-def arrive(records: Collection[Record], values: torch.Tensor | None = None) -> bool:
-    """End the gathers, which have filled the storages; or that of one record, whose memory ``values`` are.
+def arrive(records: Collection[Record], values: Sequence[torch.Tensor] | None = None) -> bool:
+    """End the gathers, which have filled the storages, or else ``values``: the memory of each from now on.
 
     Return whether one has a claim, so that it may need another class (:func:`settle`).
     """
     unsharded, has_claims = _statuses[UNSHARDED], False
-    for record in records:
+    for place, record in enumerate(records):
         param = record.param
         if param.ds_status._name_ != IN_FLIGHT:
             raise record._illegal(Event.ARRIVE)
         param.ds_status = unsharded
-        param.data = record.full if values is None else values
+        param.data = record.full if values is None else values[place]
         if record.bits or param.ds_persist:
             has_claims = True
     returned(records)

@@ -33,11 +33,6 @@ def full_shape(param: Any) -> tuple[int, ...]:
     return tuple(param.ds_shape if is_sharded(param) else param.shape)
 
 
-def has_full_shape(param: Any) -> bool:
-    """Return whether a gathered ``param``, of ZeRO-3, has the shape with which it was built."""
-    return bool(param.shape == param.ds_shape)
-
-
 def full_numel(param: Any) -> int:
     try:
         return param.ds_numel
@@ -127,6 +122,21 @@ def gathered(records: Iterable[Any]) -> list[Any]:
     return found
 
 
+def by_values(params: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return those of ``params`` that have their values, of these the ones in another shape, and the others."""
+    found: list[Any] = []
+    reshaped: list[Any] = []
+    others: list[Any] = []
+    for param in params:  # no calls
+        if param.ds_status._name_ != "AVAILABLE":
+            others += (param,)
+            continue
+        found += (param,)
+        if param.shape != param.ds_shape:
+            reshaped += (param,)
+    return found, reshaped, others
+
+
 def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
     ids: list[int] = []
     for param in params:  # no calls
@@ -200,17 +210,26 @@ def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor
 
     By default, ``full`` is the gathered values. Return ``None`` if the shard is all padding or not in memory.
     """
-    size, shard = param.ds_tensor.ds_numel, param.ds_tensor.data  # few calls, here, too
-    start = param.ds_process_group.rank() * size
-    numel = param.ds_numel - start
-    if numel < size:
-        shard = shard[: max(numel, 0)]
-    else:
-        numel = size
-    if shard.numel() == 0:
-        return None
-    values = param.data if full is None else full
-    return shard, values.reshape(-1).narrow(0, start, numel)
+    return next(iter(own_parts((param,), full)), None)
+
+
+def own_parts(params: Iterable[Any], full: torch.Tensor | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return :func:`own_part` of each of ``params`` that has one."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    ranks: dict[Any, int] = {}
+    for param in params:  # few calls
+        group, size, shard = param.ds_process_group, param.ds_tensor.ds_numel, param.ds_tensor.data
+        if group not in ranks:
+            ranks[group] = group.rank()
+        start = ranks[group] * size
+        end = start + size
+        if end > param.ds_numel:
+            end = max(start, param.ds_numel)
+            shard = shard[: end - start]
+        if shard.shape[0]:
+            values = param.data if full is None else full
+            found += ((shard, values.reshape(-1)[start:end]),)
+    return found
 
 
 def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:

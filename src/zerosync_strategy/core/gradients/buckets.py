@@ -60,7 +60,7 @@ class LocalGradients:
     def __init__(self, optimizer: Any, streams: Streams) -> None:
         self.dtype = zero.accumulation_dtype(optimizer)
         self.converts = self.dtype != optimizer.dtype
-        self.now = self.peak_bytes = 0
+        self.now = self._peak = 0
         self.watch: Callable[[], None] | None = None
         self._streams = streams
         self._blocks: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -72,12 +72,15 @@ class LocalGradients:
         """Count allocated bytes, or freed ones if negative."""
         if self.watch is not None:
             self.watch()
+        self._peak = self.peak_bytes
         self.now += nbytes
-        if self.now > self.peak_bytes:
-            self.peak_bytes = self.now
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self._peak, self.now)
 
     def reset_peak(self) -> None:
-        self.peak_bytes = self.now
+        self._peak = 0
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised flat tensor, in memory that nothing else uses. Its bytes are not counted."""
@@ -179,7 +182,9 @@ class GradientBucket:
             found = more if place is None else place.add_(more)
             param.grad = None
         if place is None:
-            self.local.count(gradient.nbytes)
+            if (local := self.local).watch is not None:
+                local.watch()
+            local.now += gradient.nbytes  # count() in no call: this is done for each gradient
         gradient.place = found
 
     def take_head(self, head: torch.Tensor) -> None:

@@ -73,6 +73,7 @@ class Reducer:
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
         self._has_streamed = False
         self.only_adds = False
+        self._has_streams = self.streams.concurrent
         self._hooks: GradientHooks | None = None  # while attached
         self._late: LocalGradient | None = None  # the gradient that began the backward, if its hooks may still run
         self.first_uses = first_uses
@@ -147,7 +148,8 @@ class Reducer:
         bucket.needs_reduce = True  # also if this backward has reduced the bucket and accumulates into it again
         if not self._to_stream:
             return False
-        self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
+        if self._has_streams:
+            self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
         if self._reduces_by_module:
             return False
         bucket.pending -= {gradient}

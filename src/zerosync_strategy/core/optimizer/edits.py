@@ -48,19 +48,16 @@ def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) ->
     The other parameters may have been edited in their shards. Raise ``ValueError`` if a parameter was given data of
     another shape, or was given data while it was not gathered.
     """
-    gathered: list[Any] = []
-    for param in params:
-        if zero3.is_gathered(param):
-            if not zero3.has_full_shape(param):
-                _check_shape(param, zero3.full_shape(param), names)
-            gathered += (param,)
-        elif param.numel() > 0 and zero3.is_released(param):  # a parameter in flight has memory already
+    gathered, reshaped, others = zero3.by_values(params)
+    for param in reshaped:
+        _check_shape(param, zero3.full_shape(param), names)
+    for param in others:
+        if param.numel() > 0 and zero3.is_released(param):  # a parameter in flight has memory already
             raise ValueError(
                 f"Parameter {names.get(param, 'of the optimizer')!r} was given new data while ZeRO-3 had it sharded,"
                 f" where it would be lost. Change it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
             )
-    pairs = [pair for param in gathered if (pair := zero3.own_part(param)) is not None]
-    if pairs:
+    if pairs := zero3.own_parts(gathered):
         torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs], non_blocking=True)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import Record, reshard, settle, sort_out
-from zerosync_strategy.core.engine.parameter_states import STEPS, Claim
+from zerosync_strategy.core.engine.parameter_states import SHARDED, STEPS, Claim
 from zerosync_strategy.core.engine.storage import divide_anew
 from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.params.held import HoldPlan
@@ -176,42 +176,41 @@ class ParameterCache:
         if self.plan.holds_all:
             self._issue_all()
         runs = [] if self.infers else unit.held or []
-        complete = zero3.all_gathered(unit.params)
-        turn = {run.place: run for run in runs if not (complete and run.issued)}
+        is_sharded = zero3.least_available(unit.params) == SHARDED
+        turn = {run.place: run for run in runs if is_sharded or not run.issued}
         if model_runs and not self.plan.holds_all:
             for run in runs:
                 for ahead in self._runs[run.place + 1 : run.place + 1 + AHEAD]:
                     if ahead.group == run.group and not ahead.issued:
                         turn[ahead.place] = ahead
-        for place in sorted(turn):
-            self._issue(turn[place])
-        gathers = dict.fromkeys(record.gather for record in unit.records)
+        if turn:
+            self._issue([turn[place] for place in sorted(turn)])
+        gathers = dict.fromkeys([record.gather for record in unit.records])
         pending = [gather for gather in gathers if gather is not None and not gather.is_complete]
         for gather in pending:
             gather.wait()
             gather.join()
-        unit.pending = not all(gather.is_complete for gather in pending)
+        unit.pending = not all([gather.is_complete for gather in pending])
+
+    def _issue_all(self) -> None:
+        """Issue the gathers of all runs that are missing in this window, on every rank alike (W6)."""
+        if missing := [run for run in self._runs if not run.issued]:
+            self._issue(missing)
 
     @internal
-    def _issue_all(self) -> None:
-        """Issue the gathers of all runs that are missing in this window, on every rank alike (W6).
+    def _issue(self, runs: Iterable[HeldRun]) -> None:
+        """Issue the gathers of what is sharded of ``runs``.
 
         On a device with streams, what at most :data:`RECEIVED` of them have received waits for a unit to take it.
         """
         in_flight: deque[ParameterGather] = deque()
-        for run in self._runs:
-            if not run.issued:
-                while len(in_flight) >= RECEIVED:
-                    in_flight.popleft().land_behind()
-                in_flight.extend(self._issue(run))
-
-    @internal
-    def _issue(self, run: HeldRun) -> list[ParameterGather]:
-        run.issued = True
-        missing = zero3.released(run.params)
-        gathers = self._scheduler.issue(missing) if missing else []
-        self.plan.claim([param._zerosync_record for param in missing])
-        return gathers
+        for run in runs:
+            while len(in_flight) >= RECEIVED:
+                in_flight.popleft().land_behind()
+            run.issued = True
+            if missing := zero3.released(run.params):
+                in_flight.extend(self._scheduler.issue(missing))
+                self.plan.claim([param._zerosync_record for param in missing])
 
     # ---- around forwards, backwards and steps ----------------------------------------------------------------------
 
@@ -221,19 +220,18 @@ class ParameterCache:
         if zero3.all_gathered(held) or not any(zero3.is_released(p) and not zero3.is_persistent(p) for p in held):
             return
         records = [record for record in self.plan.held() if record in self._run_of]
-        for place in sorted({self._run_of[record].place for record in records}):
-            self._issue(self._runs[place])
+        self._issue([self._runs[place] for place in sorted({self._run_of[record].place for record in records})])
         arrived(records)
 
-    def before_read(self, param: Any) -> None:
-        """Issue the run of ``param`` for a reader that no hook serves."""
+    def before_read(self, params: Iterable[Any]) -> None:
+        """Issue the runs of ``params`` for a reader that no hook serves."""
         if self._steps:
             return  # at its end DeepSpeed gathers persistent parameters; the rest of their run is not needed
-        run = self._run_of.get(param._zerosync_record)
-        if run is not None:
-            if self.plan.holds_all:
-                self._issue_all()
-            self._issue(run)
+        for param in params:
+            if (run := self._run_of.get(param._zerosync_record)) is not None:
+                if self.plan.holds_all:
+                    self._issue_all()
+                self._issue((run,))
 
     def stepping(self) -> AbstractContextManager[None]:
         """Around an optimizer step, which leaves held parameters unsharded if it does not change them."""

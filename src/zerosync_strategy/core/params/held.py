@@ -8,9 +8,10 @@ parameters that do not fit, those that save the most may be copied to host memor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import Record, claim_all, drop_all
 from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW, Claim
@@ -195,18 +196,24 @@ class HoldPlan:
             copies.reset_counts()
         self._persisting = {record for record in zero3.gathered(self.constants()) if record.persistent}
 
-    def gathers_in(self, record: Record) -> tuple[int, int]:
-        """Return how often the window of the last step had to gather a parameter, from any rank and from other nodes.
+    def needed(self, sizes: Mapping[Any, Sent]) -> Sent:
+        """Return what this rank had to send to gather parameters in the window of the last step, and reset the counts.
 
-        It is derived from what modules asked for.
+        It is derived from what modules asked for. ``sizes``: what it sends for one gather of each.
         """
-        host, shards, param, asked = self.host, self.node_shards, record.param, record.gathers
-        if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):
-            return 0, 0
-        if record.persistent:  # DeepSpeed's own step gathers it
-            return 1, 1
-        if record.hold or (host is not None and host.keeps(param)):
-            return min(1, asked), min(1, asked)
-        if shards is not None and shards.keeps(param):
-            return asked, 0 if shards.was_there(param) else min(1, asked)
-        return asked, asked
+        host, shards, nbytes, between = self.host, self.node_shards, 0, 0
+        for param, (sent, sent_between) in sizes.items():  # without calls for each, as a rule
+            record: Record = param._zerosync_record
+            asked, record.gathers = record.gathers, 0
+            crossings = asked  # gathers from other nodes
+            if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):
+                asked = crossings = 0
+            elif record.persistent:  # DeepSpeed's own step gathers it
+                asked = crossings = 1
+            elif record.hold or (host is not None and host.keeps(param)):
+                asked = crossings = asked > 0
+            elif shards is not None and shards.keeps(param):
+                crossings = asked > 0 and not shards.was_there(param)
+            nbytes += asked * (sent - sent_between) + crossings * sent_between
+            between += crossings * sent_between
+        return Sent(nbytes, between)

@@ -47,7 +47,7 @@ class GatherScheduler:
         issuing: what all gathers share.
         prefetched_numel: the most elements that are gathered ahead.
         copies: the copies of parameters on the host and in node shards.
-        before_read: called before a read of a parameter that no hook has gathered.
+        before_read: called before a read of parameters that no hook has gathered.
         order: of the calls of units in forwards.
         in_backward: called when a backward reaches a unit, with what it has passed (:meth:`UnitOrder.comes_to`), on
             every rank before the same gathers.
@@ -69,11 +69,12 @@ class GatherScheduler:
             for name, param in engine.module.named_parameters()
         ]
         self._turns: dict[tuple[int, ...], list[Part]] = {}
+        self._parts: dict[tuple[int, ...], list[Part]] = {}  # of contexts, and of the end of a step
         self._has_empty = any(zero3.full_numel(record.param) == 0 for record in self.records)
         self.shards_written()  # when they were built
         self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
-        self.before_read: Callable[[Any], None] | None = None
+        self.before_read: Callable[[Iterable[Any]], None] | None = None
         self._shards = AllShards(issuing, engine)
         self.is_plain = self._shards.is_plain
         self.copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
@@ -136,9 +137,7 @@ class GatherScheduler:
         Call it in ``zero3.as_it_is()``, and outside of the program's dispatch modes.
         """
         issued: list[ParameterGather] = []
-        released = zero3.released(params)
-        if self._has_empty:
-            released = [param for param in released if not gathering.gather_empty(param)]
+        released = self._released(params)
         for part in self._turn(released) if released else ():
             if not self._nearer:
                 self._shards.issue(part, issued)
@@ -151,6 +150,11 @@ class GatherScheduler:
             else:
                 self._shards.issue(part, issued)
         return issued
+
+    def _released(self, params: Iterable[Any]) -> list[Any]:
+        """Return the sharded parameters among ``params``, but those without elements, which it gathers."""
+        released = zero3.released(params)
+        return [param for param in released if not gathering.gather_empty(param)] if self._has_empty else released
 
     def _turn(self, params: Sequence[Any]) -> list[Part]:
         """Return ``params`` by process group, in the order of gathers. Cached, because units are gathered often."""
@@ -188,8 +192,7 @@ class GatherScheduler:
     def arrive(self, *params: Any) -> None:
         """Make the current stream wait for ``params`` in flight, after issuing those that are to be held (U2)."""
         if self.before_read is not None:
-            for param in params:
-                self.before_read(param)
+            self.before_read(params)
         records = [param._zerosync_record for param in params]
         arrived(records)
         self.join(records)
@@ -207,14 +210,17 @@ class GatherScheduler:
         DeepSpeed would treat parameters in flight as gathered, read them too early, and fail when it reshards them.
         """
         self.streams.caller_waits_for_writes(self._gather_streams)
-        own = [param for param in params if not zero3.is_quantized(param)]
+        own = [param for param in params if param._zerosync_record.plain or not zero3.is_quantized(param)]
         self.arrive(*own)  # the context reshards them
-        released = [param for param in own if zero3.is_released(param) and not gathering.gather_empty(param)]
-        for _, runs in self.runs(released):
-            for run in runs:
-                group, issuing = run[0]._zerosync_record.group, self.issuing
-                with issuing.count.of_context(), issuing.status.activity(issuing.activity(group, run)):
-                    self._shards.gather_for_context(self._turn(run)[0])
+        released = self._released(own)
+        ids, issuing = zero3.param_ids(released), self.issuing
+        if ids not in self._parts:  # a step asks for the same ones each time
+            if len(self._parts) == REMEMBERED:
+                self._parts.clear()
+            self._parts[ids] = [self._turn(run)[0] for _, runs in self.runs(released) for run in runs]
+        for part in self._parts[ids]:
+            with issuing.count.of_context(), issuing.status.activity(part.activity):
+                self._shards.gather_for_context(part)
 
     def shard(self, param: Any) -> torch.Tensor | None:
         """Return this rank's shard of ``param``, with its present values; ``None`` if it has none."""
@@ -250,7 +256,7 @@ class GatherScheduler:
             records = [param._zerosync_record for param in params]
             arrived(records)
             self.join(records)
-            released = [param for param in params if zero3.is_released(param) and not gathering.gather_empty(param)]
+            released = self._released(params)
             unsharded = self.issuing.unsharded
             unsharded.add(sum(map(zero3.full_bytes, params)))
             gathered = self._values_of_released(released, reader) if released else {}

@@ -14,7 +14,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.parameter import record_of, unshard
+from zerosync_strategy.core.engine.parameter import arrive, record_of, settle, unshard
 from zerosync_strategy.core.failures.gathers import GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity
 from zerosync_strategy.core.params.copies import gather_node_shards
@@ -204,9 +204,11 @@ class AllShards(Source):
                 gathering.by_deepspeed(part.params, returns=False)(self._issuing.streams.caller)
             return
         with zero3.as_it_is():
-            for param, full in self.values(part).items():
-                unshard((param._zerosync_record,))
-                param._zerosync_record.arrive(full)
+            values = self.values(part)
+            records = list(map(record_of, values))
+            unshard(records)
+            if arrive(records, list(values.values())):
+                settle(records)
 
 
 def _by_dtype(params: Iterable[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iterable[list[Any]]:

@@ -43,7 +43,7 @@ from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes, Stay
-from zerosync_strategy.core.params.units import Unit
+from zerosync_strategy.core.params.units import RUNS, Unit
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types in the output of a unit that cannot hide a tensor."""
@@ -57,22 +57,32 @@ class Call:
         number: of all calls, this began as the ``number``-th.
         ended: how many had begun at its end; ``None`` while it runs.
         reads: the parameters of other units that it has read (``values.py``).
-        nodes: how many nodes graphs had before.
+        nodes: how many nodes graphs had before, of a call that gathers.
         hooks: on what it saves, until its end.
     """
 
     __slots__ = ("ended", "hooks", "nodes", "number", "reads", "unit")
 
     def __init__(self, unit: Unit, number: int) -> None:
-        self.unit, self.number, self.nodes = unit, number, nodes_made()
-        unit.begin()
+        self.unit, self.number, self.nodes = unit, number, 0
+        unit.runs += 1
+        if unit.runs == 1:
+            for attributes in unit.marks:
+                attributes[RUNS] = True
+        for record in unit.records:
+            record.runs += 1
         self.ended: int | None = None
         self.reads: dict[Any, Any] = {}
         self.hooks: ExitStack | None = None
 
     def end(self, count: int) -> None:
-        self.unit.end()
-        self.ended = count
+        unit, self.ended = self.unit, count
+        unit.runs -= 1
+        if not unit.runs:
+            for attributes in unit.marks:
+                attributes[RUNS] = False
+        for record in unit.records:
+            record.runs -= 1
         if self.hooks is not None:
             self.hooks.close()
 
@@ -144,6 +154,7 @@ class UnitHooks:
             if is_outermost and self._forwards.begins_again(unit):
                 self._over(self._forwards)
             self._fetch(unit, self._backwards if is_recomputed else self._forwards)
+            call.nodes = nodes_made()
             if self.saved_tensors.is_used and not is_recomputed and torch.is_grad_enabled():
                 call.hooks = hooked(partial(self._unpacks, call))
 
@@ -152,7 +163,7 @@ class UnitHooks:
             return  # an exception has ended its forward
         call, task = self._calls.pop(), torch._C._current_graph_task_id()
         call.end(self._count)
-        if task == -1:
+        if not (task != -1 or self._cache.plan.holds_all):
             self._scheduler.order.ends(unit)
         if unit.held is not None or self._cache.infers:
             self._cache.used(unit)

@@ -40,6 +40,7 @@ class Unit:
     Attributes:
         params: its parameters, in the order of gathers; empty for a model whose parameters are all in units inside it.
         runs: how many of its forwards are running.
+        marks: the attributes of its modules that have parameters, in which :data:`RUNS` says whether one is.
         tasks: ids of the autograd graph tasks (backwards) that have reached it and not left it.
         is_claimed: its values stay for a forward, a backward, or for what its hooks expect (``unit_hooks.py``).
         held: the runs in which it is gathered, if all its parameters are held until the step; else ``None``.
@@ -48,7 +49,7 @@ class Unit:
 
     def __init__(self, module: nn.Module, params: Iterable[Any], is_whole: bool) -> None:
         self.module = module
-        self._marks = [vars(each) for each in (module.modules() if is_whole else [module]) if vars(each)["_parameters"]]
+        self.marks = [vars(each) for each in (module.modules() if is_whole else [module]) if vars(each)["_parameters"]]
         self.params = sorted(params, key=zero3.param_id)
         self.numel = sum(map(zero3.full_numel, self.params))
         self.runs = 0
@@ -56,7 +57,7 @@ class Unit:
         self.tasks: set[int] = set()
         self.held: list[Any] | None = None
         self.pending = True
-        for attributes in self._marks:
+        for attributes in self.marks:
             attributes[RUNS] = False
 
     def __deepcopy__(self, memo: Any) -> Unit:
@@ -92,24 +93,8 @@ class Unit:
                 if output.layout is torch.strided
             )
 
-    def begin(self) -> None:
-        self.runs += 1
-        if self.runs == 1:
-            for attributes in self._marks:
-                attributes[RUNS] = True
-        for record in self.records:
-            record.runs += 1
-
-    def end(self) -> None:
-        self.runs -= 1
-        if not self.runs:
-            for attributes in self._marks:
-                attributes[RUNS] = False
-        for record in self.records:
-            record.runs -= 1
-
     def unmark(self) -> None:
-        for attributes in self._marks:
+        for attributes in self.marks:
             attributes.pop(RUNS, None)
 
     def let_go(self) -> list[Record]:

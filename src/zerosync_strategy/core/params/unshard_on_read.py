@@ -164,7 +164,8 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
             module._zerosync_runs
             and name in module._zerosync_placeholders
             and name in module._parameters  # it is registered anew by what removes a parametrization
-            and (param := module._parameters[name]).numel() > 0
+            and type(param := module._parameters[name])
+            is nn.Parameter  # else its values are gone, or it has a subclass
         ):
             return param
         if not torch.compiler.is_compiling():

@@ -35,7 +35,7 @@ class ParameterValues:
         self._expected: set[Record] = set()  # may get gradients while sharded
         self._handles: list[Any] = []
         self._steps = 0
-        self._in_shards: frozenset[Record] = frozenset()
+        self._in_shards: Iterable[Record] = ()
         self._records = scheduler.records
         for record in self._records:
             param_functions.intercept(record.param)
@@ -57,9 +57,9 @@ class ParameterValues:
             param_functions.restore(record.param)
         self._records = []
 
-    def begin_step(self, params: Iterable[Any]) -> None:
-        """Until :meth:`written`, the shards of ``params`` already contain what was written to their gathered values."""
-        self._in_shards = frozenset(map(record_of, params))
+    def begin_step(self, records: Iterable[Record]) -> None:
+        """Until :meth:`written`, the shards of ``records`` have what was written to the gathered values."""
+        self._in_shards = records
         for record in self._in_shards:
             record.in_shards = True
 
@@ -68,7 +68,7 @@ class ParameterValues:
         self._hooks.saved_tensors.stepped(self._steps)
         for record in self._in_shards:
             record.in_shards = False
-        self._in_shards = frozenset()
+        self._in_shards = ()
         if by_step and self._steps == WATCHED_STEPS:
             self._ask_device()
             if self.scheduler.copies:
