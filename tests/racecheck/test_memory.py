@@ -53,6 +53,36 @@ def test_gradients_take_the_budget_and_four_buckets(stage: int, budget: int) -> 
         assert max(found) <= budget + 4 + besides + 0.5 and not races, (found, races)
 
 
+@pytest.mark.parametrize(("width", "most"), [(256, 2), (258, 3)])  # rows of 131,072 bytes, and of 133,128
+def test_two_units_are_gathered_at_a_time(width: int, most: float) -> None:
+    """What is used, and what comes next; nothing beside them where rows are aligned. Else what has been received."""
+
+    def run() -> tuple[float, float, list[str]]:
+        with simulate() as simulation:
+            start()
+            net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
+            zero = {
+                "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": width * width,
+                "stage3_max_reuse_distance": 0,
+            }  # fmt: skip
+            engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.01), 3, zero)
+            attach(engine, overlap_last=False)
+            for _ in range(3):  # each gradient has its memory from a backward before the one that is measured
+                engine.backward(engine(torch.ones(1, width)).square().mean())
+                taken, simulation.allocator.peak = simulation.allocator.taken, 0
+                loss = engine(torch.ones(1, width)).square().mean()
+                of_forward, simulation.allocator.peak = simulation.allocator.peak, 0
+                engine.backward(loss)
+                of_backward = simulation.allocator.peak
+                engine.step()
+            layer = 4 * width * width
+            return (of_forward - taken) / layer, (of_backward - taken) / layer, list(map(str, simulation.findings))
+
+    for forward, backward, races in run_ranks(run):
+        assert forward <= most + 0.3 and not races, (forward, races)
+        assert backward <= most + 1.3, backward  # and the gradient that is added to another; activations are 0.3
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_of_earlier_backwards(stage: int) -> None:
     """Their memory is that of a stream which has no part in the last backward, and waits for nothing of it."""
