@@ -252,6 +252,7 @@ def test_parts_that_are_called_themselves(monkeypatch: pytest.MonkeyPatch) -> No
     run_ranks(run)
 
 
+@pytest.mark.off_device("gathers are into place there, so that nothing is allocated when they arrive")
 def test_an_exception_as_values_arrive_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may catch it, as when memory runs out, and go on."""
 
