@@ -19,8 +19,8 @@ from tests.harness.problem import WORLD, adamw, sgd
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, PositionedLoader, Recorder, SaveAfter, fit, make_trainer, strategy
 from zerosync_strategy import ZeroSyncMonitor
-from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.core.engine.parameter import record_of
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 
 BATCHES = 12
 
@@ -209,7 +209,7 @@ class Reports(Callback):
 
     def __init__(self) -> None:
         self.reports: list[list[Any]] = []
-        self.counter = CollectiveCounter()
+        self.counter = ProcessCounter()
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         self.reports = [[] for _ in trainer.strategy.zerosyncs]

@@ -22,12 +22,13 @@ from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.tools.commands import app
 from zerosync_strategy.tools.plan import models, replay
 from zerosync_strategy.tools.plan.jobs import NODE_SHARDS, STOCK, ZEROSYNC, Cluster, OptionSet, Workload, usual_sets
 from zerosync_strategy.tools.plan.memory import Ledger
 from zerosync_strategy.tools.plan.plan import Outcome, Plan, PlanError, plan
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 from zerosync_strategy.tools.plan.skipped import LARGE_BYTES, SkippedCompute
 
 ZERO = {"stage3_param_persistence_threshold": 0}
@@ -100,7 +101,7 @@ def trained(
         )  # fmt: skip
         if not is_stock:
             attach(engine, **options.options)
-        with CollectiveCounter() as counter:
+        with ProcessCounter() as counter:
             for _ in range(4):
                 counter.take()
                 ledger.restart()
