@@ -99,8 +99,7 @@ def trained(
             module, make(module), options.stage, ZERO,
             gradient_accumulation_steps=backwards if is_stock else 1,
         )  # fmt: skip
-        if not is_stock:
-            attach(engine, **options.options)
+        zerosync = None if is_stock else attach(engine, **options.options)
         with ProcessCounter() as counter:
             for _ in range(4):
                 counter.take()
@@ -110,7 +109,9 @@ def trained(
                     if is_stock and index < backwards - 1:
                         engine.step()
                 engine.step()
-            sent = {kind: [each.calls, each.bytes, each.between] for kind, each in counter.take().items()}
+            report = None if zerosync is None else zerosync.report
+            collectives = counter.take() if report is None else report.collectives
+    sent = {kind: [each.calls, each.bytes, each.between] for kind, each in collectives.items()}
     return sent, sum(ledger.peak.values())
 
 

@@ -46,7 +46,7 @@ class SentCounter:
     """
 
     def __init__(self, between: Callable[[int, Any, int | None, bool], int] | None = None) -> None:
-        self._between = between
+        self.between = between
         # How many there were of each; what they sent is computed when it is asked for.
         self._of_step: _Calls = {}
         self._apart: dict[str, _Calls] = {}  # by section
@@ -99,7 +99,7 @@ class SentCounter:
                 ranks = dist.get_world_size(group)
                 sent = (2 if kind == "all_reduce" else 1) * nbytes * (ranks - 1) // ranks
             between = 0
-            if self._between is not None:
-                between = self._between(sent, group, to, kind.startswith("all_to_all"))
+            if self.between is not None:
+                between = self.between(sent, group, to, kind.startswith("all_to_all"))
             traffic[kind] = traffic.get(kind, Traffic()) + Traffic(count, count * sent, count * between)
         return traffic

@@ -48,9 +48,9 @@ class ProcessCounter(SentCounter):
 
     def start(self) -> Self:
         if not _running:
-            for name in filter(functools.partial(hasattr, dist.ProcessGroup), _METHODS):
-                _stock[name] = getattr(dist.ProcessGroup, name)
-                setattr(dist.ProcessGroup, name, _counted(name, _stock[name]))
+            for name in vars(dist.ProcessGroup).keys() & _METHODS.keys():
+                _stock[name] = vars(dist.ProcessGroup)[name]
+                setattr(dist.ProcessGroup, name, _counted(name, getattr(dist.ProcessGroup, name)))
         _running.append(self)
         return self
 

@@ -168,8 +168,9 @@ def _steps(
         param.register_post_accumulate_grad_hook(note)
     gc.collect()
     parts: list[Mapping[str, Traffic]] = []
-    of_process = ProcessCounter(Topology(cluster.per_node, dist.group.WORLD).between)
-    with of_process if handle is None else nullcontext(handle.counter) as counter:
+    counter = ProcessCounter() if handle is None else handle.counter
+    counter.between = Topology(cluster.per_node, dist.group.WORLD).between  # also where an option says otherwise
+    with counter if isinstance(counter, ProcessCounter) else nullcontext():
         for to_come in range(WARM_UP, -1, -1):
             ledger.classify(resident(engine))
             ledger.restart()
