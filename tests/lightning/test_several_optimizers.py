@@ -221,7 +221,8 @@ class Reports(Callback):
                 seen.append(zerosync.report)
         if trainer.is_last_batch:
             self.counter.stop()
-            self.counted = sum(traffic.bytes for traffic in self.counter.take().values())
+            sent = self.counter.take()  # without Lightning's own, of whether to end
+            self.counted = sum(traffic.bytes for kind, traffic in sent.items() if kind != "broadcast")
 
 
 class Agent(nn.Module):

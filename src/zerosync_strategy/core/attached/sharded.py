@@ -106,6 +106,7 @@ class ShardedParameters(Parameters):
         of_module.scheduler.in_backward.append(parts.window.reaches_unit)
         of_module.scheduler.issuing.begun.append(parts.reducer.pipeline.begun)
         self._count = of_module.scheduler.issuing.count
+        self._count.counter.take()  # another engine of the module: what DeepSpeed has gathered to build this one
         self._count.counter = parts.counter
         self._joint_step = zero3_optimizer.JointStep(self._optimizer) if _needs_one_call(parts.engine) else None
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(self._optimizer)

@@ -26,9 +26,9 @@ from zerosync_strategy.core.comm.collectives import (
     is_native,
     note_launch,
     sum_messages,
-    tree_sum,
 )
 from zerosync_strategy.core.comm.nodes import Nodes
+from zerosync_strategy.core.comm.sums import tree_sum
 from zerosync_strategy.core.comm.traffic import SentCounter
 
 
