@@ -145,12 +145,12 @@ def test_blocks_are_gathered_as_wholes() -> None:
     def run() -> tuple[float, int]:
         module = Gan("nothing", PairOfBlocks)
         recorder, trainer = fit(module, several(3), BATCHES, limit_val_batches=0)
-        report = trainer.strategy.zerosyncs[1].report
+        report = trainer.strategy.zerosyncs[0].report  # of the engine through which forwards run
         gathers = report.collectives.get("isend") or report.collectives["all_gather_into_tensor"]
         return distance(recorder.parameters, plain_gan(False, PairOfBlocks())), gathers.calls
 
     (error, calls), _ = run_ranks(run)
-    assert error == 0.0 and calls < 10, calls  # without the hooks, each read gathers for itself: 77
+    assert error == 0.0 and calls < 20, calls  # 11; without the hooks, each read gathers for itself
 
 
 @pytest.mark.extended(but=("1",))
