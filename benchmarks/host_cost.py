@@ -222,7 +222,7 @@ def _steps_uncut() -> Iterator[None]:
 
 
 def _collectives(engine: Any) -> Any:
-    from zerosync_strategy.core.comm.traffic import CollectiveCounter
+    from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 
     @contextmanager
     def counting() -> Any:
@@ -230,7 +230,7 @@ def _collectives(engine: Any) -> Any:
         if engine is None:
             yield found
             return
-        with CollectiveCounter() as counter:
+        with ProcessCounter() as counter:
             yield found
             found |= counter.take()
 

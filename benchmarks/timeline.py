@@ -2,12 +2,12 @@
 
     python benchmarks/timeline.py --output benchmarks/results/<date>-timeline
 
-The program is that of ``exposed.py --model mlp``, a narrow one, and this process is rank 0 of 64 on torch's fake process
-group. The race checker's device knows for each operation what it comes after: earlier ones of its stream, and what the
-stream has waited for. Here each also takes a time, so that it ends at the latest end of what it comes after, plus that
-time. Operations take what those of the wide model would on a GPU: matrix products at 600 TFLOP/s, as measured on an
-H200; others by their bytes at 3 TB/s; collectives 50 us and their bytes at 50 GB/s, one after the other on each
-communicator. The host issues each operation 10 us after the one before, or at once with ``--host 0``.
+The program is that of ``exposed.py --model mlp``, a narrow one, and this process is rank 0 of 64 on torch's fake
+process group. The race checker's device knows for each operation what it comes after: earlier ones of its stream, and
+what the stream has waited for. Here each also takes a time, so that it ends at the latest end of what it comes after,
+plus that time. Operations take what those of the wide model would on a GPU: matrix products at 600 TFLOP/s, as
+measured on an H200; others by their bytes at 3 TB/s; collectives 50 us and their bytes at 50 GB/s, one after the other
+on each communicator. The host issues each operation 10 us after the one before, or at once with ``--host 0``.
 
 It says what the order of operations allows. What kernels take from each other, and how fast a host is, it does not say.
 DDP's is reckoned, too: stage 2 without communication, and a reduction of each layer as the last backward completes it.
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--host", type=float, default=10, help="microseconds from one operation's issue to the next")
     parser.add_argument("--output", type=Path, help="write FILE.json and FILE.md")
     options = parser.parse_args()
-    runs = []
+    runs: list[tuple[str, float, float, float, int]] = []
     for system in dict.fromkeys(["zerosync-2", *options.systems]):
         found = []
         for links in (1.0, 0.0):
@@ -170,22 +170,22 @@ def main() -> None:
         (took, busy, launched), (without, *_) = found
         if not runs:
             of_ddp, reductions = ddp(without)
-            runs.append({"system": "ddp", "step": of_ddp, "compute": without, "communication": reductions})
-            runs[0]["collectives"] = LAYERS
-        runs.append({"system": system, "step": took, "compute": without, "communication": busy, "collectives": launched})
+            runs.append(("ddp", of_ddp, without, reductions, LAYERS))
+        runs.append((system, took, without, busy, launched))
     lines = [
         "| system | step, ms | of DDP's | without communication, ms | communication, ms | collectives |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for run in runs:
-        step, without, busy = (1e3 * run[name] for name in ("step", "compute", "communication"))
-        cells = f"{step:.1f} | {run['step'] / runs[0]['step']:.2f} | {without:.1f} | {busy:.1f} | {run['collectives']}"
-        lines.append(f"| {run['system']} | {cells} |")
+    for system, step, without, busy, count in runs:
+        cells = f"{1e3 * step:.1f} | {step / runs[0][1]:.2f} | {1e3 * without:.1f} | {1e3 * busy:.1f} | {count}"
+        lines.append(f"| {system} | {cells} |")
     print(*lines, sep="\n")
     if options.output:
         from output import command
 
-        record = {"date": str(date.today()), "command": command(), "runs": runs}
+        names = ("system", "step", "compute", "communication", "collectives")  # in seconds
+        record: dict[str, Any] = {"date": str(date.today()), "command": command()}
+        record |= {"runs": [dict(zip(names, run, strict=True)) for run in runs]}
         options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
         head = f"# {record['date']}: a step's timeline, reckoned\n\n    {record['command']}\n\n"
         options.output.with_suffix(".md").write_text(head + "\n".join(lines) + "\n")

@@ -26,8 +26,9 @@ from text import Windows, read_standard_library
 from torch.utils.data import DataLoader
 
 from zerosync_strategy import ZeroSyncStrategy
-from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.lightning import DeepSpeedAnyDeviceStrategy
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 
 BATCH = 4  # pieces of text per rank and backward
 VALIDATION = 128  # pieces of text
@@ -112,7 +113,7 @@ class Meter(Callback):
     def __init__(self, accumulate: int) -> None:
         self.accumulate = accumulate
         self.steps: list[StepCost] = []
-        self._counter = CollectiveCounter()
+        self._counter = ProcessCounter()
         self._step = StepCost(0, 0, {})
 
     def on_train_start(self, *_: Any) -> None:

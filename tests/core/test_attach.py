@@ -19,9 +19,10 @@ from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
 from zerosync_strategy import StepReport, ZeroSync, ZeroSyncConfig, attach
 from zerosync_strategy.core.attached.engine import check_backends
-from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
 from zerosync_strategy.core.failures.errors import CheckpointError
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -312,7 +313,7 @@ def test_report_counts_what_is_sent() -> None:
         engine = make_engine(2)
         zerosync = attach(engine)
         zerosync.window.expect_last(False)
-        with CollectiveCounter() as counter:
+        with ProcessCounter() as counter:
             for _ in range(2):
                 for k in range(3):
                     engine.backward(loss_of(engine, k, rank()))

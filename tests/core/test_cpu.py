@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import prepare_cpu
-from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.core.engine import zero
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 
 pytestmark = pytest.mark.off_device("about gloo, and the CPU")
 
@@ -46,14 +47,14 @@ def test_counting_every_kind_of_collective() -> None:
             "reduce": (lambda: comm.reduce(torch.ones(6), dst=1), 0 if rank == 1 else 24),
             "all_to_all_single": (lambda: comm.all_to_all_single(torch.empty(6), torch.ones(6)), 24 * 2 // 3),
         }
-        with CollectiveCounter() as counter:
+        with ProcessCounter() as counter:
             for kind, (call, sent) in calls.items():
                 call()
                 assert counter.take() == {kind: Traffic(1, sent)}, kind
             if rank < 2:
                 comm.all_reduce(torch.ones(6, dtype=torch.bfloat16), group=pair)
                 assert counter.take() == {"all_reduce": Traffic(1, 2 * 12 // 2)}
-            with CollectiveCounter() as other:
+            with ProcessCounter() as other:
                 comm.all_reduce(torch.ones(1))
                 assert other.take() == counter.take() != {}
             comm.all_reduce(torch.ones(1))

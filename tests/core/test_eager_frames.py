@@ -408,7 +408,7 @@ class Slow:
 def test_reads_of_what_is_prefetched_wait_for_it(backend: str, options: dict[str, Any]) -> None:
     def run() -> list[float]:
         stock, errors = issuing._all_gather, []
-        issuing._all_gather = lambda nodes, tag, *args: Slow(partial(stock, nodes, tag), *args)
+        issuing._all_gather = lambda *of_group: Slow(partial(stock, *of_group[:3]), *of_group[3:])
         for ahead in (WIDTH, 2 * WIDTH * WIDTH, 10**6):  # elements: of one parameter, some, and all
             model, plain = Ahead(), Ahead()
             engine, mirror = make_engine(model, stage3_prefetch_bucket_size=ahead), Oracle(plain, adamw(plain))

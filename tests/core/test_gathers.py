@@ -21,8 +21,9 @@ from tests.harness.ranks import SIMULATED, RanksFailed, run_ranks
 from tests.harness.strict import strict
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.collectives import new_group, timeout_of
+from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.params.issuing import Issuing
+from zerosync_strategy.core.params.issuing import GatherCount, Issuing
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 Issued = tuple[tuple[int, ...], int, tuple[int, ...]]  # the ranks of a gather, its bytes, and of which parameters
@@ -130,12 +131,14 @@ def test_another_order_on_some_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_a_backends_own_gathers_are_in_deepspeeds_log_where_it_keeps_one() -> None:
     def run() -> tuple[list[bool], list[float]]:
         attach(make_engine(LAYOUTS["grid"], sgd))
-        send, log, logged = gathering.backends_all_gather(), comm.comms_logger, []
+        count = GatherCount()
+        send, log, logged = gathering.backends_all_gather(count), comm.comms_logger, []
         own, both = torch.full((1,), float(os.environ["RANK"])), torch.empty(WORLD)
         for log.enabled in (False, True):
             log.prof_all = log.enabled
-            send([own], [both], torch.distributed.group.WORLD, 4)()
+            send([own], [both], torch.distributed.group.WORLD, both.nbytes)()
             logged.append("all_gather_into_tensor" in log.comms_dict)
+        assert count.counter.take() == {"all_gather_into_tensor": Traffic(2, 2 * 4 * (WORLD - 1))}
         return logged, both.tolist()
 
     assert run_ranks(run, world_size=WORLD) == [([False, True], [float(rank) for rank in range(WORLD)])] * WORLD

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, tree_sum
+from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.sums import tree_sum
 
 
 class Work:

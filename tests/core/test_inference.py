@@ -15,7 +15,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm.traffic import CollectiveCounter
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 
 WIDTH = 8
 
@@ -63,7 +63,7 @@ def test_training_goes_on_as_without_it(stage: int, options: dict[str, Any], thr
         oracle = Oracle(plain, torch.optim.AdamW(plain.parameters(), lr=0.03))
 
         def generate(k: int) -> None:
-            with torch.no_grad(), zerosync.gathered_for_inference(), CollectiveCounter() as counter:
+            with torch.no_grad(), zerosync.gathered_for_inference(), ProcessCounter() as counter:
                 for length in range(1 + 2 * rank()):
                     x = data(100 + k + length, rank())
                     assert excess(engine(x), of_trained(plain, lambda x=x: plain(x))) == 0.0

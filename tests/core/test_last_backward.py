@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.last_backward import LastBackward
 from zerosync_strategy.core.gradients.window import Window
 
@@ -88,7 +87,7 @@ class Rank:
     def __init__(self, network: Network, rank: int, first: int = 1) -> None:
         self.reducer = Reducer(network, rank)
         last = LastBackward(True, first)
-        self.window = Window(self.reducer, last, EngineCounter(), lambda what: contextlib.nullcontext())  # type: ignore[arg-type]
+        self.window = Window(self.reducer, last, lambda what: contextlib.nullcontext())  # type: ignore[arg-type]
 
     def backward(self, gradient: float) -> None:
         with self.window.engine_backward():

@@ -20,6 +20,7 @@ from tests.harness.releases import except_from
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.stripes import Stripes
+from zerosync_strategy.core.comm.traffic import SentCounter
 
 WIDTHS = (7, 5, 11, 3, 6)
 
@@ -35,9 +36,9 @@ def test_an_exchange_and_back(starts: list[int]) -> None:
             stock[own.offset : own.offset + own.stop - own.start] = flat[own.start : own.stop]
         for own in stripes.slices():
             striped[own.offset : own.offset + own.stop - own.start] = flat[own.start : own.stop]
-        cpu = torch.device("cpu")
-        assert torch.equal(stripes.exchange(stock, True, dist.group.WORLD, cpu), striped)
-        assert torch.equal(stripes.exchange(striped, False, dist.group.WORLD, cpu), stock)
+        cpu, counter = torch.device("cpu"), SentCounter()
+        assert torch.equal(stripes.exchange(stock, True, dist.group.WORLD, counter, cpu), striped)
+        assert torch.equal(stripes.exchange(striped, False, dist.group.WORLD, counter, cpu), stock)
         for begin, end in ((0, 360), (17, 18), (50, 333)):
             for of_stock, shard in ((False, striped), (True, stock)):
                 for own in stripes.slices_of(begin, end, of_stock):

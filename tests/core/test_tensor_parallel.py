@@ -133,7 +133,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_as_megatron_does_it(stage: int, world_size: int, tmp_path: Path) -> None:
-    """Its collectives are counted, also those over groups that have ranks which this one's shards are not on."""
+    """Its own collectives, of layers, are in no report."""
 
     def run() -> tuple[float, int]:
         start()
@@ -149,7 +149,7 @@ def test_as_megatron_does_it(stage: int, world_size: int, tmp_path: Path) -> Non
 
     errors, calls = zip(*run_ranks(run, world_size=world_size), strict=True)
     assert max(errors) < ROUNDED
-    assert len(set(calls)) == 1 and calls[0] >= 4 * BACKWARDS  # two layers, forward and backward
+    assert set(calls) == {1}  # with what ranks say of their backwards
 
 
 @pytest.mark.extended(but=("2-2", "4-1"))

@@ -17,9 +17,9 @@ from tests.harness.engines import attached_of, make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm.traffic import CollectiveCounter
 from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.params import unit_order
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
 LEAVES = {"stage3_max_reuse_distance": 0}  # nothing stays for what comes next
@@ -286,7 +286,7 @@ def test_forwards_without_gradients_gather_what_is_not_there() -> None:
     def run(distance: int) -> tuple[list[bool], list[float]]:
         engine = make_engine(net := Net(), sgd(net), 3, SHARDED | {"stage3_max_reuse_distance": distance})
         attach(engine)
-        counter, gathers, values = CollectiveCounter().start(), [], []
+        counter, gathers, values = ProcessCounter().start(), [], []
         call = (words(0, rank()), (0, 1, 2, 3, 4), False)
 
         def forward() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.gradients.last_backward import LastBackward
 from zerosync_strategy.core.gradients.window import Window, WindowState
 
@@ -63,7 +62,7 @@ class Notes:
 
 def new_window(notes: Notes, overlap_last: bool = True) -> Window:
     last = LastBackward(overlap_last, None)
-    return Window(notes, last, EngineCounter(), lambda what: contextlib.nullcontext())  # type: ignore[arg-type]
+    return Window(notes, last, lambda what: contextlib.nullcontext())  # type: ignore[arg-type]
 
 
 def begin_step(window: Window) -> None:

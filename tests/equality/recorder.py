@@ -22,12 +22,13 @@ NUMBERS = (
 )  # fmt: skip
 DIGITS = 16  # of a sha256
 END, ERROR = "end", "error"
-# The methods of a process group that communicate. What the package sends past DeepSpeed is in no report of its own.
+# The methods of a process group that communicate: words that ranks say, and DeepSpeed's own calls, are in no report.
 METHODS = (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
     "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "gather", "scatter", "send", "recv",
-    "recv_anysource", "barrier",
+    "recv_anysource", "barrier", "all_gather_single", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "all_to_all_single",  # names since torch 2.13
 )  # fmt: skip
 
 

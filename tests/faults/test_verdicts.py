@@ -13,6 +13,7 @@ from tests.faults.verdicts import FAULTS, early_verdicts, is_right, meet, verdic
 from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.failures.doing import Advice, Doing
 from zerosync_strategy.core.failures.flight_recorder import Recorded, recorded
 from zerosync_strategy.core.failures.pending import Issued, Wait, issued
@@ -134,7 +135,8 @@ def test_collectives_of_nccl_have_the_names_of_their_parameters(monkeypatch: pyt
         monkeypatch.setattr(collectives, "backend_for", lambda *_: "nccl")
         for k in range(3):
             words = f"the reduction of the gradients of '{k}'"
-            collectives.reduce_scatter(torch.ones(2, 4), dist.group.WORLD, collectives.Summing(label=words)).wait()
+            how = collectives.Summing(SentCounter(), label=words)
+            collectives.reduce_scatter(torch.ones(2, 4), dist.group.WORLD, how).wait()
         bindings: Any = torch._C._distributed_c10d
         dump = pickle.loads(bindings._dump_fr_trace())
         if "entries" not in dump:

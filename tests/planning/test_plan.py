@@ -22,12 +22,13 @@ from tests.harness.engines import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.tools.commands import app
 from zerosync_strategy.tools.plan import models, replay
 from zerosync_strategy.tools.plan.jobs import NODE_SHARDS, STOCK, ZEROSYNC, Cluster, OptionSet, Workload, usual_sets
 from zerosync_strategy.tools.plan.memory import Ledger
 from zerosync_strategy.tools.plan.plan import Outcome, Plan, PlanError, plan
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 from zerosync_strategy.tools.plan.skipped import LARGE_BYTES, SkippedCompute
 
 ZERO = {"stage3_param_persistence_threshold": 0}
@@ -98,9 +99,8 @@ def trained(
             module, make(module), options.stage, ZERO,
             gradient_accumulation_steps=backwards if is_stock else 1,
         )  # fmt: skip
-        if not is_stock:
-            attach(engine, **options.options)
-        with CollectiveCounter() as counter:
+        zerosync = None if is_stock else attach(engine, **options.options)
+        with ProcessCounter() as counter:
             for _ in range(4):
                 counter.take()
                 ledger.restart()
@@ -109,7 +109,9 @@ def trained(
                     if is_stock and index < backwards - 1:
                         engine.step()
                 engine.step()
-            sent = {kind: [each.calls, each.bytes, each.between] for kind, each in counter.take().items()}
+            report = None if zerosync is None else zerosync.report
+            collectives = counter.take() if report is None else report.collectives
+    sent = {kind: [each.calls, each.bytes, each.between] for kind, each in collectives.items()}
     return sent, sum(ledger.peak.values())
 
 

@@ -36,7 +36,7 @@ class ZeroSync:
     def __init__(self, attached: AttachedEngine) -> None:
         self._attached, parts = attached, attached.parts
         self.engine, self.config, self.window = parts.engine, parts.config, parts.window
-        self.parameters, self.counter = parts.reducer.params, parts.traffic
+        self.parameters, self.counter = parts.reducer.params, parts.counter
         self.may_be_replaced = False
         self.norm_is_read: Callable[[], None] = lambda: None
         self.losses_divided_by: Callable[[], float] = lambda: 1
@@ -83,7 +83,6 @@ class ZeroSync:
         self._while_attached("awaiting_backward()")
         with self.window.engine_backward(begins=False):
             yield
-        self.counter.attribute()
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of this window's averaged gradients. Reduces the window. Collective.
@@ -175,8 +174,8 @@ class ZeroSync:
             parameters: the parameters; by default all of the engine's module.
         """
         attached = self._while_attached("full_parameters()")
-        apart = attached.parts.traffic.apart("full parameters")
-        with apart, attached.activity("full_parameters()"), full_parameters(self.engine, parameters):
+        call, apart = attached.activity("full_parameters()"), attached.apart("full parameters")
+        with apart, call, full_parameters(self.engine, parameters):
             yield
 
     @contextmanager

@@ -33,12 +33,12 @@ class StepReport:
         peak_unsharded_bytes: ZeRO-3: peak of gathered parameters (E1), including gathers in flight and parameters held
             or kept for a backward; without persistent ones and those of a ``GatheredParameters`` context.
         seconds: host time in ZeroSync's own reduction, including waits for other ranks.
-        collectives: calls and bytes sent by this rank, by DeepSpeed's name of the collective. With several engines in
-            one process, each counts its own reductions and steps. Gathers of parameters, by any engine's modules, count
-            for the engine whose gradient or step follows next.
+        collectives: calls and bytes sent by this rank for this engine, by DeepSpeed's name of the collective; without
+            what DeepSpeed and the program send themselves. Of several engines of one module, gathers count for the one
+            whose forward, backward or step has begun last.
         apart: bytes sent by this rank since the step before that are not for a step, by purpose: checkpoints, full
-            parameters, weights or gradients, forwards without gradients, ``GatheredParameters`` contexts, forwards of
-            engines without ZeroSync. No other number includes them.
+            parameters, weights or gradients, forwards without gradients, ``GatheredParameters`` contexts. No other
+            number includes them.
         budgets: with ``"auto"``, the budgets chosen for the step and the reasons; otherwise, and while measuring,
             ``None``.
         version: of ZeroSync.

@@ -34,10 +34,7 @@ _READS_BACK = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "uniq
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 _TOUCHES_NOTHING = {"record_stream", "set_", "resize_", "is_same_size", "is_pinned", "sym_size", "sym_numel"}
 # The paths of frames that a site leaves out: torch, and layers of communication and tracing.
-_LAYERS = re.compile(
-    r"/torch/|/deepspeed/comm/|/deepspeed/utils/nvtx|contextlib\.py"
-    r"|/harness/racecheck/|/zerosync_strategy/core/(\w+/)*traffic\.py"
-)
+_LAYERS = re.compile(r"/torch/|/deepspeed/comm/|/deepspeed/utils/nvtx|contextlib\.py|/harness/racecheck/")
 
 
 _running: Recorder | None = None

@@ -211,7 +211,7 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 def checkpointing(attached: AttachedEngine, what: str, stock: bool = True) -> Iterator[None]:
     """Around what reads or writes shards; with ``stock`` in DeepSpeed's layout, else in that of a step. Collective."""
     # Trained parameters are saved and loaded with the optimizer, even if they are frozen now.
-    apart, trained = attached.parts.traffic.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
+    apart, trained = attached.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
     with apart, attached.activity(f"the attempt to {what}"), trained:
         if stock:
             attached.weights.in_stock_layout()

@@ -27,7 +27,7 @@ from zerosync_strategy.core.checkpoints.host_copies import HostCopies
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology
-from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import compilation, engine_state, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
@@ -93,17 +93,19 @@ class AttachedEngine:
         group = zero.data_parallel_group(engine.optimizer)
         config = bounded(engine, config, dist.get_world_size(group))
         messages, topology = messages_of(group, engine.device), Topology(config.node_size, group)
-        shards: Any = (PerParamShards if zero.stage(engine) == 3 else FlatShards)(engine, config, topology, whole)
+        counter = SentCounter(topology.between)
+        of_stage: Any = PerParamShards if zero.stage(engine) == 3 else FlatShards
+        shards = of_stage(engine, config, topology, counter, whole)
         reducer = Reducer(shards, config, names, messages, lambda: self.parameters.first_uses())
-        traffic, changes = EngineCounter(topology), LocalChanges(reducer.params, names)
+        changes = LocalChanges(reducer.params, names)
         last = LastBackward(config.overlap_last, engine.gradient_accumulation_steps())
         if not shards.computes_norm and zero.stage(engine) < 3:
             last.expect_none()  # where DeepSpeed computes no norm, the host waits for nothing
-        window = Window(reducer, last, traffic, self.activity, self._backward_begins, changes)
+        window = Window(reducer, last, self.activity, self._backward_begins, changes)
         compilation.keep_out_of_graphs(window.added)
-        edits, pending = MasterWeights(shards.streams), (engine, reducer, window, self.activity, traffic.apart)
-        statistics = RunningStatistics(engine.module, group, traffic)
-        of_all = (edits, statistics, traffic, HostCopies(), self.activity)
+        edits, pending = MasterWeights(shards.streams), (engine, reducer, window, self.activity, self.apart)
+        statistics = RunningStatistics(engine.module, group, counter)
+        of_all = (edits, statistics, counter, HostCopies(), self.activity)
         self.parts = parts = Parts(engine, config, names, reducer, window, *of_all)
         of_module = None
         if isinstance(shards, PerParamShards):
@@ -146,8 +148,7 @@ class AttachedEngine:
             undo = stack.callback
             undo(patches.remove_user, engine)
             undo(_forget_handle, engine)
-            parts.traffic.start()
-            undo(weakref.finalize(engine, parts.traffic.stop))
+            parts.counter.take()  # what was sent to set up is of no step
             for target, layer in layers:
                 target._zerosync_attached = self
                 interpose(target, layer)
@@ -272,7 +273,7 @@ class AttachedEngine:
             return
         call = f"optimizer.{mode}()"
         self.guards.check_inference(call)
-        with self.parts.traffic.apart("exchanged weights"), self.activity(call), self.weights.as_they_are():
+        with self.apart("exchanged weights"), self.activity(call), self.weights.as_they_are():
             self.weights.change_masters(lambda: self.stepper.change(switch))
             self.weights.written(by_step=False)
         self.stepper.mode = mode
@@ -314,6 +315,12 @@ class AttachedEngine:
         """Return the present node shards of gradients and parameters."""
         gradients = [shard for bucket in self.parts.reducer.buckets for shard in bucket.node_shard.values()]
         return gradients + self.weights.node_shards()
+
+    @contextmanager
+    def apart(self, section: str) -> Iterator[None]:
+        """Around what is not part of a step: its traffic counts for the outermost ``section``."""
+        with self.parameters.reading(), self.parts.counter.apart(section):
+            yield
 
     def activity(self, what: object) -> AbstractContextManager[None]:
         """Around what may communicate (W4)."""
@@ -367,6 +374,7 @@ def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
 def _patch_process(engine: Any) -> None:
     """Install the patches of the process, until the last engine is detached (C2)."""
     patches.add_user(engine)
+    zero.use_current_names()
     allow_any_model()
     if engine.device.type == "cpu":
         leave_out_ranges()

@@ -99,7 +99,7 @@ class FlatParameters(Parameters):
 
     def before_update(self) -> None:
         self._weights.masters.forget_gathers()
-        with self._parts.traffic.apart("checkpoints"):  # these have left the states in DeepSpeed's layout
+        with self._parts.counter.apart("checkpoints"):  # these have left the states in DeepSpeed's layout
             self._weights.states.to_stripes()
         self._weights.adopt_edits()
         if zero.offloads(self._optimizer):

@@ -119,5 +119,5 @@ def export_weights(
             "export() found parameters that shard_over() gives to groups of ranks: under one name, each group has"
             " another. Write what full_weights() yields on the first rank of each group."
         )
-    with attached.parts.traffic.apart("full weights"), attached.activity("export()"):
+    with attached.apart("full weights"), attached.activity("export()"):
         export(weights, weights.specs, directory, max_shard_bytes, everyone, weights.module, dtype)

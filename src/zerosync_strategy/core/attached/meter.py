@@ -50,9 +50,8 @@ class StepMeter:
 
     def step_done(self) -> None:
         """Make the report of the optimizer step, print it if due, and reset the counts."""
-        window, traffic, reducer = self._parts.window, self._parts.traffic, self._parts.reducer
+        window, counter, reducer = self._parts.window, self._parts.counter, self._parts.reducer
         self.steps += 1
-        traffic.enter(None)
         of_module = self._of_module
         needed = self.all_once
         if of_module is not None:
@@ -67,9 +66,9 @@ class StepMeter:
             floor_bytes_between_nodes=floor.between,
             peak_unreduced_bytes=reducer.local.peak_bytes,
             seconds=window.seconds,
-            collectives=traffic.take(),
+            collectives=counter.take(),
             copied_bytes=self._parts.copies.nbytes,
-            apart=traffic.take_apart(),
+            apart=counter.take_apart(),
             budgets=None if self._budgets is None else self._budgets.choice,
             **(dict.fromkeys(_PEAKS, 0) if of_module is None else _peaks(of_module)),
         )

@@ -131,7 +131,7 @@ class EngineOverrides(ModeOverrides):
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
-        with self._zerosync_attached.parts.traffic.apart("full weights"):
+        with self._zerosync_attached.apart("full weights"):
             state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
         # Except on the first rank, DeepSpeed returns None, and save_pretrained() would then read the module's own.
         return {} if state is None else state

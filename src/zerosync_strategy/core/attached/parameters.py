@@ -14,7 +14,7 @@ import torch
 
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.checkpoints.host_copies import HostCopies
-from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.optimizer.edits import MasterWeights
@@ -31,6 +31,7 @@ class Parts:
         names: of the module's parameters.
         edits: finds what the program has written to parameters, for the master weights.
         statistics: of BatchNorm and the like, alike on all ranks after a step.
+        counter: of what the engine sends.
         copies: of what checkpoints in the background have.
         activity: a context around what may communicate (W4).
     """
@@ -42,7 +43,7 @@ class Parts:
     window: Window
     edits: MasterWeights
     statistics: RunningStatistics
-    traffic: EngineCounter
+    counter: SentCounter
     copies: HostCopies
     activity: Section
 
@@ -140,6 +141,10 @@ class Parameters(ABC):
         """Called when the optimizer has stepped."""
 
     # ---- other events, and the end -------------------------------------------------------------------------------
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Around what a call of the program's to this engine gathers, of several engines of a module."""
+        return nullcontext()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

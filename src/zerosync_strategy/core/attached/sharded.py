@@ -10,6 +10,7 @@ import torch
 
 from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
 from zerosync_strategy.core.engine import contract, deepspeed_internals, torch_internals, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.engine.parameter_states import Claim
@@ -104,7 +105,9 @@ class ShardedParameters(Parameters):
         self.is_compiled = False
         of_module.scheduler.in_backward.append(parts.window.reaches_unit)
         of_module.scheduler.issuing.begun.append(parts.reducer.pipeline.begun)
-        of_module.scheduler.issuing.count.counters.append(parts.traffic)
+        self._count = of_module.scheduler.issuing.count
+        self._count.counter.take()  # another engine of the module: what DeepSpeed has gathered to build this one
+        self._count.counter = parts.counter
         self._joint_step = zero3_optimizer.JointStep(self._optimizer) if _needs_one_call(parts.engine) else None
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(self._optimizer)
 
@@ -133,7 +136,7 @@ class ShardedParameters(Parameters):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        window = self._parts.window
+        window, self._count.counter = self._parts.window, self._parts.counter
         window.forward_begins()
         if window.interrupted:  # ranks may stop at different places, so their gathers until then would differ
             window.interrupted = False
@@ -141,7 +144,7 @@ class ShardedParameters(Parameters):
         if window.state is WindowState.CLOSED:
             self.scheduler.shards_written()  # by calls of the program since the step
         self._of_module.forward_begins()
-        apart = nullcontext() if torch.is_grad_enabled() else self.scheduler.issuing.count.without_gradients()
+        apart = nullcontext() if torch.is_grad_enabled() else self._count.without_gradients()
         with self._parts.activity(Doing.FORWARD), self.scheduler.order.forward(), apart, self.backward():
             yield
 
@@ -163,6 +166,7 @@ class ShardedParameters(Parameters):
         self.cache.backward_begins()
 
     def backward_begins(self) -> None:
+        self._count.counter = self._parts.counter
         self.scheduler.order.backward_begins()
 
     def first_uses(self) -> Mapping[int, int] | None:
@@ -173,6 +177,7 @@ class ShardedParameters(Parameters):
     # ---- the step ------------------------------------------------------------------------------------------------
 
     def pass_issued(self) -> None:
+        self._count.counter = self._parts.counter
         self.scheduler.before_step()
 
     def before_update(self) -> None:
@@ -197,6 +202,9 @@ class ShardedParameters(Parameters):
         self._of_module.release(self._optimizer.module)
 
     # ---- other events, and the end -------------------------------------------------------------------------------
+
+    def reading(self) -> AbstractContextManager[None]:
+        return replaced(self._count, "counter", self._parts.counter)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -228,7 +236,6 @@ class ShardedParameters(Parameters):
     def detach(self) -> None:
         self.scheduler.in_backward.remove(self._parts.window.reaches_unit)
         self.scheduler.issuing.begun.remove(self._parts.reducer.pipeline.begun)
-        self.scheduler.issuing.count.counters.remove(self._parts.traffic)
         self._of_module.detach()
 
     def detached(self, destroyed: bool) -> None:

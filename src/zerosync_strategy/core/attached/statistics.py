@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerosync_strategy.core.comm.collectives import note_launch
-from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.torch_internals import for_training
 
@@ -30,10 +30,10 @@ class RunningStatistics:
     Layers with parameters that not all ranks share, as in experts, are left out.
     """
 
-    def __init__(self, module: nn.Module, process_group: Any, traffic: EngineCounter) -> None:
+    def __init__(self, module: nn.Module, process_group: Any, counter: SentCounter) -> None:
         from deepspeed.moe.utils import is_moe_param
 
-        self._group, self._traffic = process_group, traffic
+        self._group, self._counter = process_group, counter
         layers = [] if dist.get_world_size(process_group) == 1 else module.modules()
         self._layers = [
             each
@@ -53,8 +53,9 @@ class RunningStatistics:
             by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for (_, device), buffers in by_kind.items():
             packed = torch.cat([buffer.view(-1) for buffer in buffers])
-            with self._traffic.apart("running statistics"):
-                comm.broadcast(packed, dist.get_global_rank(self._group, 0), group=self._group)
-                note_launch(self._group, device, _LABEL)
+            with self._counter.apart("running statistics"):
+                self._counter.add("broadcast", packed.nbytes, self._group)
+            comm.broadcast(packed, dist.get_global_rank(self._group, 0), group=self._group)
+            note_launch(self._group, device, _LABEL)
             parts = packed.split([buffer.numel() for buffer in buffers])
             torch._foreach_copy_(buffers, [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)])

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
+from zerosync_strategy.core.comm.sums import sum_in_order, tree_sum
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.comm.waits import Exchange, Waiting, issue, launched
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.interpose import replaced
@@ -110,12 +112,14 @@ class Summing(NamedTuple):
     """How ranks are summed over.
 
     Attributes:
+        counter: of the engine for which it is.
         ordered: in fp32 and in a fixed order on NCCL too.
         tag: off NCCL, only calls with the same tag meet.
         empty: allocates the memory to receive into, off NCCL.
         label: of the reduction, for errors.
     """
 
+    counter: SentCounter
     ordered: bool = False
     tag: int = 0
     empty: Allocate = allocate
@@ -146,16 +150,30 @@ def reduce_scatter(rows: torch.Tensor, process_group: Any, how: Summing, out: to
     packed = rows.contiguous()
     if how.ordered:
         received_all = torch.empty_like(packed)
+        how.counter.add("all_to_all_single", packed.nbytes, process_group)
         work = comm.all_to_all_single(received_all.view(-1), packed.view(-1), group=process_group, async_op=True)
         note_launch(process_group, rows.device, how.label)
         return InFlight([work], lambda: tree_sum(received_all), alive=packed)
     result = packed.new_empty(width) if out is None else out
+    how.counter.add("reduce_scatter_tensor", packed.nbytes, process_group)
     work = comm.reduce_scatter_tensor(result, packed.view(-1), group=process_group, async_op=True)
     note_launch(process_group, rows.device, how.label)
     return InFlight([work], lambda: result, alive=packed)
 
 
-def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: object = "") -> InFlight:
+def all_reduce(
+    tensor: torch.Tensor, process_group: Any, counter: SentCounter, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+) -> Any:  # fmt: skip
+    """Reduce ``tensor`` over the ranks of ``process_group``, in place; return the work, if asynchronous."""
+    from deepspeed import comm
+
+    counter.add("all_reduce", tensor.nbytes, process_group)
+    return comm.all_reduce(tensor, op, process_group, async_op)
+
+
+def all_gather(
+    rows: torch.Tensor, process_group: Any, counter: SentCounter, tag: int = 0, label: object = ""
+) -> InFlight:  # fmt: skip
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th; return this rank's.
 
     Off NCCL, only calls with the same tag meet, and others wait in vain: gloo ends a process in which two of its own
@@ -167,7 +185,8 @@ def all_gather(rows: torch.Tensor, process_group: Any, tag: int = 0, label: obje
     own = rows[rank]
     if not is_native(process_group, rows.device):
         messages = [(peer, (own,), (row,)) for peer, row in enumerate(rows) if peer != rank]
-        return exchange(messages, process_group, tag, str(label), lambda: own)
+        return exchange(messages, process_group, counter, tag, str(label), lambda: own)
+    counter.add("all_gather_into_tensor", rows.nbytes, process_group)
     work = comm.all_gather_into_tensor(rows.view(-1), own, group=process_group, async_op=True)
     note_launch(process_group, rows.device, label)
     return InFlight([work], lambda: own)
@@ -319,9 +338,11 @@ Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def exchange(
-    messages: Sequence[Message], process_group: Any, tag: int, label: str, finish: Callable[[], torch.Tensor]
-) -> InFlight:
+    messages: Sequence[Message], process_group: Any, counter: SentCounter, tag: int, label: str,
+    finish: Callable[[], torch.Tensor],
+) -> InFlight:  # fmt: skip
     """Exchange messages with other ranks; ``finish`` returns the result."""
+    counter.add_messages(messages, process_group)
     works = send_and_receive(messages, process_group, tag)
     return InFlight(works, finish, messages, timeout_of(process_group), label, issue(process_group, tag, messages))
 
@@ -348,24 +369,15 @@ def sum_messages(
         for peer, rank in enumerate(ranks)
         if peer != number
     ]
-    return exchange(messages, process_group, how.tag, how.label, lambda: sum_in_order(gathered, out))
+    return exchange(messages, process_group, how.counter, how.tag, how.label, lambda: sum_in_order(gathered, out))
 
 
 def _flat(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return (tensor,) if tensor.dim() == 1 else tensor.unbind(0)
 
 
-def count_sent(messages: Iterable[Message], process_group: Any) -> None:
-    """Count messages that another thread will send, where someone counts."""
-    count = getattr(zero.comm_backend(), "_zerosync_count_sent", None)
-    if count is not None:
-        for peer, sent, _ in messages:
-            for each in sent:
-                count(each, dist.get_global_rank(process_group, peer), process_group)
-
-
 def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, messenger: Any = None) -> list[Any]:
-    """Begin to exchange messages, without those of no elements; DeepSpeed's messenger, the default, counts them."""
+    """Begin to exchange messages, without those of no elements. DeepSpeed's messenger, the default, logs them."""
     works: list[Any] = []
     messenger = messenger or zero.messenger()
     for peer, sent, received in messages:
@@ -373,32 +385,3 @@ def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, 
         works += [messenger.irecv(each, src=rank, group=process_group, tag=tag) for each in received if len(each)]
         works += [messenger.isend(each, dst=rank, group=process_group, tag=tag) for each in sent if len(each)]
     return works
-
-
-def sum_in_order(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of ``rows`` in fp32 and in their order, in ``out`` if that is fp32."""
-    if len(rows) == 1:
-        return rows[0].float()
-    if out is not None and out.dtype is torch.float32:
-        if torch.float32 in (rows[0].dtype, rows[1].dtype):
-            total = torch.add(rows[0], rows[1], out=out)
-        else:  # which would be rounded before it is written
-            total = out.copy_(rows[0]).add_(rows[1])
-    else:
-        total = rows[0].float() + rows[1]
-    for row in rows[2:]:
-        total += row
-    return total
-
-
-def tree_sum(rows: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``rows`` in fp32, in an order that their number alone decides, in log2(W) additions.
-
-    ``rows`` are written to if they are in fp32, or else one copy of them is.
-    """
-    rows, left = rows.float(), len(rows)
-    while left > 1:
-        half = (left + 1) // 2
-        rows[: left - half] += rows[half:left]
-        left = half
-    return rows[0].clone()  # which keeps no memory of the others

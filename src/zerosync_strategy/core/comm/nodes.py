@@ -27,7 +27,6 @@ from zerosync_strategy.core.comm.collectives import (
     Message,
     Summing,
     all_gather,
-    count_sent,
     exchange,
     gather_words,
     is_native,
@@ -39,6 +38,7 @@ from zerosync_strategy.core.comm.collectives import (
 )
 from zerosync_strategy.core.comm.messages import loopback
 from zerosync_strategy.core.comm.relay import Relay
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.comm.waits import issue
 from zerosync_strategy.core.options.budgets import AUTO
 
@@ -177,10 +177,10 @@ class Nodes:
         """Return the part of :meth:`empty_rows` that this rank sends to its node."""
         return rows[:, self.place]
 
-    def gather_within(self, rows: torch.Tensor, tag: int, label: object) -> InFlight:
+    def gather_within(self, rows: torch.Tensor, counter: SentCounter, tag: int, label: object) -> InFlight:
         """All-gather ``rows``, made by :meth:`empty_rows`, over the ranks of this node; its result is ``rows``."""
         if is_native(self.process_group, rows.device):
-            gather = all_gather(rows.transpose(0, 1).view(self.size, -1), self._within, label=label)
+            gather = all_gather(rows.transpose(0, 1).view(self.size, -1), self._within, counter, label=label)
             gather.then(lambda own: rows)
             return gather
         own = self.own_rows(rows).unbind(0)
@@ -189,7 +189,7 @@ class Nodes:
             for place in range(self.size)
             if place != self.place
         ]
-        return exchange(messages, self.process_group, tag, "", lambda: rows)
+        return exchange(messages, self.process_group, counter, tag, "", lambda: rows)
 
     def reduce_within(self, rows: torch.Tensor, how: Summing) -> InFlight:
         """Sum over the ranks of this node. ``rows`` has one row per rank of the process group.
@@ -222,7 +222,7 @@ class Nodes:
         own = sums[self.node]
         return sum_messages(dict(enumerate(sent)), own, ranks, self.process_group, how, out)
 
-    def all_gather(self, rows: torch.Tensor, tag: int, label: str) -> InFlight:
+    def all_gather(self, rows: torch.Tensor, counter: SentCounter, tag: int, label: str) -> InFlight:
         """As :func:`collectives.all_gather` off NCCL, in two levels."""
         by_place = rows.view(self.count, self.size, -1)
         own = by_place[self.node, self.place]
@@ -236,19 +236,19 @@ class Nodes:
             for place in range(self.size)
             if place != self.place
         ]
-        return self.relay(between, within, tag, label, own, rows)
+        return self.relay(between, within, counter, tag, label, own, rows)
 
     def relay(
-        self, between: Sequence[Message], within: Sequence[Message], tag: int, label: str, result: torch.Tensor,
-        alive: Any,
+        self, between: Sequence[Message], within: Sequence[Message], counter: SentCounter, tag: int, label: str,
+        result: torch.Tensor, alive: Any,
     ) -> InFlight:  # fmt: skip
         """Exchange ``between`` nodes, and after that ``within`` this node; the result is ``result``. Off NCCL.
 
         Every rank calls this, even without messages.
         """
+        counter.add_messages([*between, *within], self.process_group)
         first = send_and_receive(between, self.process_group, tag)
         timeout = timeout_of(self.process_group)
-        count_sent(within, self.process_group)
         second = partial(send_and_receive, within, self.process_group, tag, dist)
         works = [self._relay.launch_after(first, timeout, second)]
         exchange = issue(self.process_group, tag, [*between, *within])

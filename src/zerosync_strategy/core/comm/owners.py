@@ -26,9 +26,10 @@ from zerosync_strategy.core.comm.collectives import (
     is_native,
     note_launch,
     sum_messages,
-    tree_sum,
 )
 from zerosync_strategy.core.comm.nodes import Nodes
+from zerosync_strategy.core.comm.sums import tree_sum
+from zerosync_strategy.core.comm.traffic import SentCounter
 
 
 def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int) -> list[int]:
@@ -113,6 +114,7 @@ def reduce_to_owners(
         packed = torch.cat([rows[owner] for owner in sorted(rows)])
         received_all = packed.new_empty(count, own.numel())
         sizes = [rows[owner].numel() if owner in rows else 0 for owner in range(count)]
+        how.counter.add("all_to_all_single", packed.nbytes, process_group)
         work = comm.all_to_all_single(
             received_all.view(-1), packed, [own.numel()] * count, sizes, group=process_group, async_op=True
         )
@@ -121,13 +123,15 @@ def reduce_to_owners(
     with grouped(process_group, device, how.label) as works:
         for owner, row in rows.items():
             root = dist.get_global_rank(process_group, owner)
+            how.counter.add("reduce", 0 if owner == number else row.nbytes, process_group)
             works.append(comm.reduce(row, root, group=process_group, async_op=True))
     return InFlight(works, lambda: rows.get(number, own), alive=rows)
 
 
 def give_from_owners(
-    parts: Sequence[tuple[int, torch.Tensor]], process_group: Any, tag: int, label: str, nodes: Nodes | None = None
-) -> InFlight:
+    parts: Sequence[tuple[int, torch.Tensor]], process_group: Any, counter: SentCounter, tag: int, label: str,
+    nodes: Nodes | None = None,
+) -> InFlight:  # fmt: skip
     """Give every rank of ``process_group`` all ``parts``, flat, each of which its owner has; in place.
 
     With ``nodes``, off NCCL, an owner gives its parts to the ranks of its place on other nodes, and these to theirs.
@@ -137,22 +141,25 @@ def give_from_owners(
     rank, device = dist.get_rank(process_group), parts[0][1].device
     if not is_native(process_group, device):
         if nodes is not None:
-            return _relay_from_owners(parts, nodes, tag, label)
+            return _relay_from_owners(parts, nodes, counter, tag, label)
         of: dict[int, list[torch.Tensor]] = {}
         for owner, part in parts:
             of.setdefault(owner, []).append(part)
         own = of.pop(rank, [])
         peers = [peer for peer in range(dist.get_world_size(process_group)) if peer != rank and (own or peer in of)]
         messages: list[Message] = [(peer, own, of.get(peer, [])) for peer in peers]
-        return exchange(messages, process_group, tag, label, lambda: parts[0][1])
+        return exchange(messages, process_group, counter, tag, label, lambda: parts[0][1])
     with grouped(process_group, device, label) as works:
         for owner, part in parts:
             source = dist.get_global_rank(process_group, owner)
+            counter.add("broadcast", part.nbytes, process_group)
             works.append(comm.broadcast(part, source, group=process_group, async_op=True))
     return InFlight(works, lambda: parts[0][1], alive=parts)
 
 
-def _relay_from_owners(parts: Sequence[tuple[int, torch.Tensor]], nodes: Nodes, tag: int, label: str) -> InFlight:
+def _relay_from_owners(
+    parts: Sequence[tuple[int, torch.Tensor]], nodes: Nodes, counter: SentCounter, tag: int, label: str
+) -> InFlight:
     of: dict[int, list[torch.Tensor]] = {}
     of_place: dict[int, list[torch.Tensor]] = {}
     for owner, part in parts:
@@ -167,12 +174,12 @@ def _relay_from_owners(parts: Sequence[tuple[int, torch.Tensor]], nodes: Nodes, 
         for other in range(nodes.size)
         if other != place
     ]
-    return nodes.relay(between, within, tag, label, parts[0][1], parts)
+    return nodes.relay(between, within, counter, tag, label, parts[0][1], parts)
 
 
 def all_to_all(
     sent: torch.Tensor, received: torch.Tensor, sent_numels: Sequence[int], received_numels: Sequence[int],
-    process_group: Any, tag: int, label: str,
+    process_group: Any, counter: SentCounter, tag: int, label: str,
 ) -> InFlight:  # fmt: skip
     """Exchange parts of any sizes among the ranks of ``process_group``; both tensors are flat, by rank."""
     from deepspeed import comm
@@ -185,7 +192,8 @@ def all_to_all(
         messages: list[Message] = [
             (peer, (parts[peer],), (into[peer],)) for peer in peers if len(parts[peer]) or len(into[peer])
         ]
-        return exchange(messages, process_group, tag, label, lambda: received)
+        return exchange(messages, process_group, counter, tag, label, lambda: received)
+    counter.add("all_to_all_single", sent.nbytes, process_group)
     work = comm.all_to_all_single(
         received, sent, list(received_numels), list(sent_numels), group=process_group, async_op=True
     )

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerosync_strategy.core.comm.traffic import SentCounter
+
 ALIGNMENT = 8
 """The width of each stripe but the last is a multiple of this many elements, because NCCL copies 16 bytes at a time."""
 
@@ -89,7 +91,9 @@ class Stripes:
             index += 1
         return found
 
-    def exchange(self, shard: torch.Tensor, to_stripes: bool, process_group: Any, device: torch.device) -> torch.Tensor:
+    def exchange(
+        self, shard: torch.Tensor, to_stripes: bool, process_group: Any, counter: SentCounter, device: torch.device
+    ) -> torch.Tensor:
         """Convert this rank's shard from DeepSpeed's layout ``to_stripes``, or back. Collective, over ``device``.
 
         Only for rare use: its host work grows with the number of ranks.
@@ -104,6 +108,7 @@ class Stripes:
         out = torch.cat([shard[begin:end] for pieces in sent for begin, end in pieces]).to(device)
         into = torch.empty_like(out)
         sizes_in, sizes_out = (tuple(sum(b - a for a, b in each) for each in pieces) for pieces in (received, sent))
+        counter.add("all_to_all_single", out.nbytes, process_group)
         comm.all_to_all_single(into, out, sizes_in, sizes_out, group=process_group)
         into = into.to(shard.device)
         result, done = torch.empty_like(shard), 0

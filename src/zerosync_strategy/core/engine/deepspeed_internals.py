@@ -10,7 +10,6 @@ _ENGINE = "deepspeed.runtime.engine"
 _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE3 = "deepspeed.runtime.zero.stage3"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
-_COORDINATING = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _LINEAR = "deepspeed.runtime.zero.linear"
 
@@ -119,7 +118,6 @@ STAGE_3 = (
         +overlap_comm +use_all_reduce_for_fetch_params +zero_quantized_weights +prefetch_bucket_size
         +max_live_parameters +max_reuse_distance
     """),
-    *rows("report", f"{_COORDINATING}.PartitionedParameterCoordinator", "fetch_sub_module(current_submodule, forward)"),
     *rows("gathers", "parameter", """
         ds_id ds_numel ds_tensor ds_status ds_process_group ds_shape ds_persist ds_active_sub_modules
         +all_gather_coalesced(params) +partition(param_list, hierarchy, has_been_updated)

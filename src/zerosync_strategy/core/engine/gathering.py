@@ -21,16 +21,18 @@ FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""
 AllGather = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Any, int], Callable[[], object]]
 """Called with this rank's shards, for each the memory of all ranks' shards, all flat, a process group and the bytes
-that this rank sends; returns a function that waits."""
+of that memory; returns a function that waits."""
+_KIND = "all_gather_into_tensor"  # as counted
 ROW_BYTES = 16
 """NCCL is up to three times slower where the rows of ranks are not aligned to so many bytes."""
 _IS_CURRENT = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")  # torch's name since 2.13
 
 
-def backends_all_gather() -> AllGather:
+def backends_all_gather(count: Any) -> AllGather:
     """Return the backend's own all-gather of several tensors, as one launch with one work, at little host cost (H1).
 
     Where DeepSpeed logs collectives, or communicates in another way, it is that of DeepSpeed, one by one.
+    ``count.counter`` counts what is sent.
     """
     from deepspeed.comm import comm
 
@@ -41,13 +43,12 @@ def backends_all_gather() -> AllGather:
         shards: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], process_group: Any, nbytes: int
     ) -> Callable[[], object]:
         if not is_plain or log.enabled:
-            works = [
-                comm.all_gather_into_tensor(of_all, own, group=process_group, async_op=True)
-                for own, of_all in zip(shards, rows, strict=True)
-            ]
+            works = []
+            for own, of_all in zip(shards, rows, strict=True):
+                count.counter.add(_KIND, of_all.nbytes, process_group)
+                works.append(comm.all_gather_into_tensor(of_all, own, group=process_group, async_op=True))
             return lambda: [work.wait() for work in works]
-        for counter in backend._zerosync_counters:
-            counter.add_gather(nbytes, process_group)
+        count.counter.add(_KIND, nbytes, process_group)
         work = (
             process_group.all_gather_single_coalesced(rows, shards)
             if _IS_CURRENT
@@ -57,6 +58,19 @@ def backends_all_gather() -> AllGather:
         return wait
 
     return send
+
+
+def counted_all_gather(counter: Any) -> FlatAllGather:
+    """Return DeepSpeed's all-gather of parameters, which ``counter`` counts."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    stock = partition_parameters._dist_allgather_fn
+
+    def all_gather(shard: torch.Tensor, of_all: torch.Tensor, process_group: Any) -> Any:
+        counter.add(_KIND, of_all.nbytes, process_group)
+        return stock(shard, of_all, process_group)
+
+    return all_gather
 
 
 def one_by_one(all_gather: FlatAllGather) -> AllGather:
@@ -153,8 +167,8 @@ class Message:
         self._width = sum(self._columns)
         step = ROW_BYTES // dtype.itemsize if is_native else 1
         self._padded = -(-self._width // step) * step
-        sent = self._padded + sum(map(zero3.shard_numel, in_place))
-        self._sent = sent * (self._world_size - 1) * dtype.itemsize
+        numel = self._padded + sum(map(zero3.shard_numel, in_place))
+        self._nbytes = numel * self._world_size * dtype.itemsize
 
     @functools.cached_property
     def records(self) -> list[Record]:
@@ -193,7 +207,7 @@ class Message:
                 received, own = received[:, : self._width], own[: self._width]
             packed = [param.ds_tensor for param in self._packed]
             torch._foreach_copy_(own.split_with_sizes(self._columns), packed, non_blocking=True)  # from the host, too
-        return received, all_gather(shards, memory, self._group, self._sent)
+        return received, all_gather(shards, memory, self._group, self._nbytes)
 
     def send(self, all_gather: AllGather, rows: list[torch.Tensor]) -> Arrival:
         """As :meth:`begin`; return the arrival."""

@@ -31,7 +31,7 @@ class Patch:
 
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
-_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
+_BACKEND = "deepspeed.comm.comm.cdb"
 _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2"
 _PARTITION = "deepspeed.runtime.zero.partition_parameters"
 _AVERAGED = "torch.optim.swa_utils.AveragedModel"
@@ -39,15 +39,13 @@ _TRANSFORMED = "transforms of torch.func that are given sharded parameters get t
 _GATHERED = "a context gathers in buckets, and one that is left keeps what is held"
 _BLOCK = 'a configuration with a "zerosync" block trains with ZeroSync'
 _IMPORTED = "it is what the import of zerosync_strategy.accelerate asks for; without a block, it does what it did"
+_NAMES = "DeepSpeed calls collectives by their names in torch 2.13, because the old ones warn"
 _UNNAMED = "fabric.backward(loss) of several models need not name one"
 _LATER = "fabric.setup_module() first, fabric.setup_optimizers() later"
 
 # fmt: off
 BROADCAST_MODEL = Patch(_ENGINE, "_broadcast_model", "parameters without dimensions are broadcast")
 CONFIGURE_MODEL = Patch(_ENGINE, "_configure_distributed_model", "parameters may be in any memory layout")
-BUILD = Patch(_ENGINE, "__init__", "what the building of an engine sends counts for no other one")
-FORWARD = Patch(_ENGINE, "forward", "what engines without ZeroSync gather in forwards is counted apart")
-FETCH = Patch(_COORDINATOR, "fetch_sub_module", "so is what their modules gather where they are called themselves")
 SHARD = Patch(f"{_PARTITION}.Init", "_zero_init_param",
               "parameters without dimensions, and in any memory layout, are sharded")
 ENTER_INIT = Patch(f"{_PARTITION}.Init", "__enter__", "a zero.Init inside another one, over other ranks, is an error")
@@ -63,7 +61,8 @@ RANGES = Patch("deepspeed.utils.nvtx", "enable_nvtx", "on CPU, no ranges for pro
 SHARED_MEMORY = Patch("deepspeed.ops", "__compatible_ops__['deepspeed_shm_comm']",
                       "on CPU, DeepSpeed starts without a compiler")
 ZERO_GRAD = Patch("torch.nn.Module", "zero_grad", "gradients that were reduced already are dropped, too")
-BACKEND = Patch("deepspeed.comm.comm", "cdb", "the bytes that its collectives send are counted, by a class of its own")
+GATHER = Patch(_BACKEND, "all_gather_function", _NAMES)
+REDUCE_SCATTER = Patch(_BACKEND, "reduce_scatter_function", _NAMES)
 MAKE_AVERAGE = Patch(_AVERAGED, "__init__", "a copy of sharded parameters is an error")
 UPDATE_AVERAGE = Patch(_AVERAGED, "update_parameters", "the average of a ZeRO-3 model is one of full parameters")
 DIFFERENTIATED = Patch("torch._functorch.eager_transforms", "_wrap_for_grad", _TRANSFORMED)

@@ -78,6 +78,7 @@ PLAN = (
     *rows("plan", _BINDINGS, "+FakeWork"),
     *rows("plan", _DISPATCH, "+TorchDispatchMode"),
     *rows("plan", "torch.utils._pytree", "+tree_map_only"),
+    *rows("plan", f"{_BINDINGS}.ProcessGroup", "_allgather_base _reduce_scatter_base", optional=True),
     *rows("plan", "torch._ops.OpOverload", "_schema", named_in="torch._ops"),
 )
 EVERY_TABLE = (TRAINING, COMPILATION, PLAN)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.engine import contract, deepspeed_internals
+from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 from zerosync_strategy.core.engine.interpose import replaced
 
 _Item = TypeVar("_Item")
@@ -95,23 +95,22 @@ def comm_backend() -> Any:
 
     found = getattr(comm, "cdb", None)
     if found is None:
-        raise contract.changed("report", "deepspeed.comm.comm.cdb is missing")
+        raise contract.changed("gathering", "deepspeed.comm.comm.cdb is missing")
     return found
 
 
-def use_current_names(backend: Any) -> Callable[[], None]:
-    """Make DeepSpeed's backend call collectives by their names in torch 2.13, because the old names warn.
+def use_current_names() -> None:
+    """Make DeepSpeed's backend call collectives by their names in torch 2.13, because the old names warn."""
+    for patch, current in (
+        (patches.GATHER, getattr(dist, "all_gather_single", None)),
+        (patches.REDUCE_SCATTER, getattr(dist, "reduce_scatter_single", None)),
+    ):
+        if current is not None and patch.name in vars(comm_backend()):
+            patches.replace(patch, partial(_instead, current))
 
-    Return a function that undoes it.
-    """
-    stock = {}
-    for name, current in (
-        ("all_gather_function", "all_gather_single"), ("reduce_scatter_function", "reduce_scatter_single"),
-    ):  # fmt: skip
-        if name in vars(backend) and hasattr(dist, current):
-            stock[name] = vars(backend)[name]
-            setattr(backend, name, getattr(dist, current))
-    return functools.partial(vars(backend).update, stock)
+
+def _instead(current: Any, stock: Any) -> Any:
+    return current
 
 
 def is_plain(backend: Any) -> bool:

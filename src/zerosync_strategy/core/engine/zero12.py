@@ -159,17 +159,20 @@ def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
     return [param for param in params if any(getattr(param, mark, False) for mark in marks)]
 
 
-def norm_of_shards(optimizer: Any, shards: Iterable[Sequence[torch.Tensor]], said: torch.Tensor) -> torch.Tensor:
+def norm_of_shards(
+    optimizer: Any, shards: Iterable[Sequence[torch.Tensor]], said: torch.Tensor,
+    sum_over_ranks: Callable[[torch.Tensor], None],
+) -> torch.Tensor:  # fmt: skip
     """Return the L2 norm of all ranks' gradients, times the loss scale; infinity if it is not finite. Collective.
 
     ``shards``: by group, the parts of this rank's gradient shard that it counts. The sums of ``said`` over the
-    data-parallel ranks follow the norm, all in fp64.
+    data-parallel ranks, over which ``sum_over_ranks`` sums a tensor in place, follow the norm, all in fp64.
     """
     from deepspeed import comm
 
     squares = [sum_of_squares(parts) for parts in shards]
     summed = torch.cat([torch.stack(squares), said.to(squares[0].device)])
-    comm.all_reduce(summed, group=optimizer.dp_process_group)
+    sum_over_ranks(summed)
     squares, said = summed.split([len(squares), len(said)])
     optimizer._model_parallel_all_reduce(squares, comm.ReduceOp.SUM)
     by_group = list(squares.sqrt().float())

@@ -93,17 +93,17 @@ def is_model_parallel(optimizer: Any) -> bool:
     return optimizer.model_parallel_group is not None
 
 
-def norm_of_shards(optimizer: Any, said: torch.Tensor) -> torch.Tensor:
+def norm_of_shards(
+    optimizer: Any, said: torch.Tensor, sum_over_ranks: Callable[[torch.Tensor], None]
+) -> torch.Tensor:  # fmt: skip
     """Return the norm of the gradients that were handed over; infinity if it is not finite. Collective.
 
     The data-parallel ranks together have each element of the model once, over whichever of them it is sharded. The sums
-    of ``said`` over them follow the norm, all in fp64.
+    of ``said`` over them follow the norm, all in fp64. ``sum_over_ranks`` sums a tensor over them in place.
     """
-    from deepspeed import comm
-
     shards = [shard for of_group in optimizer.averaged_gradients.values() for shard in of_group]
     summed = torch.cat([sum_of_squares(shards).view(1), said])
-    comm.all_reduce(summed, group=optimizer.dp_process_group)
+    sum_over_ranks(summed)
     norm = summed[:1].sqrt().float()
     return torch.cat([torch.where(norm.isfinite(), norm, torch.inf).double(), summed[1:]])
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import gather_objects, note_launch
+from zerosync_strategy.core.comm.collectives import all_reduce, gather_objects, note_launch
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.failures.doing import Cause, Departure, Doing
 from zerosync_strategy.core.failures.errors import RankError
@@ -73,7 +74,7 @@ class GatherDigest:
         self._digest = zlib.crc32(digested, self._digest)
         return 2**30 | self._digest % 2**30
 
-    def compare_window(self, names: Mapping[int, str]) -> None:
+    def compare_window(self, names: Mapping[int, str], counter: SentCounter) -> None:
         """Before a step, compare digests over the ranks, unless gathers have tags, and start a new log. Collective.
 
         On a device with streams, the host does not wait for the result but reads it in the next call. If digests
@@ -81,7 +82,7 @@ class GatherDigest:
         """
         self.check(names)
         if not self.tagged:
-            self._compare()
+            self._compare(counter)
         self._step += 1
         self._before, self._gathers, self._digest = self._gathers, [], self._step
         if not self._streams.concurrent:
@@ -95,12 +96,10 @@ class GatherDigest:
                 return Departure(Cause.OTHER_MODULES, text)
         return None
 
-    def _compare(self) -> None:
-        from deepspeed import comm
-
+    def _compare(self, counter: SentCounter) -> None:
         for element, value in zip(self._extremes, (self._digest, -self._digest), strict=True):
             element.fill_(value)
-        work = comm.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+        work = all_reduce(self._extremes, self.process_group, counter, dist.ReduceOp.MAX, async_op=True)
         note_launch(self.process_group, self._extremes.device, "the comparison of what ranks have gathered")
         work.wait()
         self._answer.begin(self._extremes)

@@ -6,7 +6,7 @@ before the step, by the number of items of all backwards and ranks, which is kno
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -41,13 +41,14 @@ class ItemCount:
     def reset(self) -> None:
         self._items = None
 
-    def total(self, process_group: Any, device: torch.device) -> torch.Tensor | None:
+    def total(
+        self, device: torch.device, sum_over_ranks: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor | None:  # fmt: skip
         """Return the number of items of all ranks, in fp64; ``None`` if losses are means. Collective.
 
-        Raises a ``RuntimeError`` if :meth:`add` was not called in this window.
+        ``sum_over_ranks`` sums a tensor in place. Raises a ``RuntimeError`` if :meth:`add` was not called in this
+        window.
         """
-        from deepspeed import comm
-
         if not self.counts:
             return None
         if self._items is None:
@@ -57,5 +58,5 @@ class ItemCount:
             )
         total = torch.zeros((), dtype=torch.float64, device=device)
         total += self._items if not isinstance(self._items, torch.Tensor) else self._items.to(device)
-        comm.all_reduce(total, group=process_group)
+        sum_over_ranks(total)
         return total

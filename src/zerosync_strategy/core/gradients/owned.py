@@ -118,7 +118,7 @@ class OwnedLayout(ShardLayout):
                 begin = runs.pop()[1]
             runs.append((owner, begin, self.end_of(param)))
         parts = [(owner, flat[begin - origin : end - origin]) for owner, begin, end in runs]
-        return give_from_owners(parts, self.process_group, tag, label, self.nodes)
+        return give_from_owners(parts, self.process_group, self.counter, tag, label, self.nodes)
 
     # ---- checkpoints, in DeepSpeed's own layout --------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class OwnedLayout(ShardLayout):
                 start = self.offsets[param] - first
                 of.setdefault(self.owners[param], []).append(memory[start : start + param.numel()])
             rows = {owner: torch.cat(parts) for owner, parts in of.items()}
-            reduction = bucket.reduce(rows, Summing(label="the exchange of master weights"), None)
+            reduction = bucket.reduce(rows, Summing(self.counter, label="the exchange of master weights"), None)
             shard[bucket.offset : bucket.offset + bucket.width] = reduction.wait()
         return shard
 

@@ -178,7 +178,7 @@ class ReductionPipeline:
     def _how(self, bucket: GradientBucket) -> Summing:
         # The tag keeps messages of an aborted backward, or of a rank that disagrees, out of other reductions.
         tag = self.windows_closed % 2**16 * 2**8 + self.passes % 2**8
-        return Summing(self._ordered, tag, self._local.empty, bucket.label)
+        return Summing(self._shards.counter, self._ordered, tag, self._local.empty, bucket.label)
 
     def _reduce(self, bucket: GradientBucket, rows: Any, part: Part) -> None:
         out, use = self._into_shard(bucket, part)

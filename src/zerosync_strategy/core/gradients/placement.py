@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, Summing, all_gather, is_native, reduce_scatter
+from zerosync_strategy.core.comm.collectives import InFlight, Summing, all_gather, all_reduce, is_native, reduce_scatter
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.stripes import ShardSlice
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import zero3
 
 Read = Callable[[torch.Tensor, int], None]
@@ -32,6 +33,7 @@ class ShardLayout(ABC):
         divisor: a sum over the group divided by it is the average.
         dtype: of the reduction.
         nodes: of the process group; ``None`` if two levels are of no use.
+        counter: of what the engine sends.
         group_index: DeepSpeed's index of the parameter group, on stages 1 and 2.
         is_native: the backend has a reduce-scatter of its own.
         in_two_levels: what is reduced over all ranks is reduced within nodes first. NCCL's own reduce-scatter crosses
@@ -43,9 +45,9 @@ class ShardLayout(ABC):
 
     def __init__(
         self, process_group: Any, params: Sequence[Any], divisor: float, dtype: torch.dtype, nodes: Nodes | None,
-        group_index: int = 0,
+        counter: SentCounter, group_index: int = 0,
     ) -> None:  # fmt: skip
-        self.process_group, self.nodes, self.group_index = process_group, nodes, group_index
+        self.process_group, self.nodes, self.counter, self.group_index = process_group, nodes, counter, group_index
         self.is_native = bool(params) and is_native(process_group, params[0].device)
         self.in_two_levels = not self.is_native
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -74,12 +76,10 @@ class ShardLayout(ABC):
 
     def read(self, shard: torch.Tensor, param: Any, stock: bool = False) -> torch.Tensor:
         """Return the full ``param``-shaped tensor of all ranks' shards, in fp32. Collective."""
-        from deepspeed import comm
-
         full = torch.zeros(zero3.full_numel(param), dtype=torch.float32, device=param.device)
         for own in self.shard_slices(param, stock):
             full[own.start : own.stop].copy_(own.of(shard))
-        comm.all_reduce(full, group=self.process_group)
+        all_reduce(full, self.process_group, self.counter)
         return full.view(zero3.full_shape(param))
 
     def write(self, value: torch.Tensor, shard: torch.Tensor, param: Any, stock: bool = False) -> None:
@@ -91,8 +91,8 @@ class ShardLayout(ABC):
     def all_gather(self, rows: torch.Tensor, tag: int = 0, label: str = "") -> InFlight:
         """Launch an all-gather as :func:`collectives.all_gather` does, in two levels where that sends less."""
         if self.nodes is not None and not self.is_native:
-            return self.nodes.all_gather(rows, tag, label)
-        return all_gather(rows, self.process_group, tag, label)
+            return self.nodes.all_gather(rows, self.counter, tag, label)
+        return all_gather(rows, self.process_group, self.counter, tag, label)
 
 
 class Part(NamedTuple):

@@ -281,11 +281,9 @@ class Reducer:
         return last.expects and not last.is_promised and self.keeps_some and not self._norm_carries(last)
 
     def _ask(self, numbers: Sequence[float]) -> list[float]:
-        from deepspeed import comm
-
         said = torch.tensor(numbers, dtype=torch.float64, device=self.layouts[0].params[0].device)
         with phase("agreement"):
-            comm.all_reduce(said, group=zero.data_parallel_group(self.optimizer))
+            self.shards.sum_over_ranks(said)
         heard: list[float] = said.tolist()
         return heard
 
@@ -322,7 +320,7 @@ class Reducer:
     @torch.no_grad()
     def _divide_by_items(self) -> None:
         """Turn the averages over the ranks, in the shards, into sums divided by the number of items."""
-        items = self.items.total(zero.data_parallel_group(self.optimizer), self.layouts[0].params[0].device)
+        items = self.items.total(self.layouts[0].params[0].device, self.shards.sum_over_ranks)
         self.items.reset()
         if items is None:
             return

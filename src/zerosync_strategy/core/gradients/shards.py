@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.collectives import all_reduce
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Sent, Topology
 from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.gradients.buckets import GradientBucket, LocalGradients, choose_buckets
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -22,6 +24,7 @@ class GradientShards(ABC):
     """This rank's gradient shards, in the form of its ZeRO stage: averages over the ranks.
 
     Args:
+        counter: of what the engine sends.
         whole: the optimizer needs whole parameters: a rank's shards hold the parameters that the rank owns.
 
     Attributes:
@@ -35,8 +38,10 @@ class GradientShards(ABC):
     on_device = True
     over_groups = False
 
-    def __init__(self, engine: Any, config: ZeroSyncConfig, topology: Topology, whole: bool) -> None:
-        self.optimizer, self.topology, self.whole = engine.optimizer, topology, whole
+    def __init__(
+        self, engine: Any, config: ZeroSyncConfig, topology: Topology, counter: SentCounter, whole: bool
+    ) -> None:  # fmt: skip
+        self.optimizer, self.topology, self.counter, self.whole = engine.optimizer, topology, counter, whole
         self.dtype = zero.reduction_dtype(engine)
         self.streams = Streams()
         self.buckets_of: dict[Any, list[GradientBucket]] = {}
@@ -86,6 +91,10 @@ class GradientShards(ABC):
     @abstractmethod
     def computes_norm(self) -> bool:
         """Whether the step computes the norm by one sum over the data-parallel ranks, which may carry numbers."""
+
+    def sum_over_ranks(self, numbers: torch.Tensor) -> None:
+        """Sum ``numbers`` over the data-parallel ranks, in place. Collective."""
+        all_reduce(numbers, zero.data_parallel_group(self.optimizer), self.counter)
 
     @abstractmethod
     def norm(self, said: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ class FlatShards(GradientShards):
         layouts: list[FlatLayout] = []
         for group, offsets in zip(self.groups, in_order, strict=True):
             nodes = self.topology.of(group.process_group)
-            common = (group.process_group, divisor, self.dtype, nodes, group.index)
+            common = (group.process_group, divisor, self.dtype, nodes, self.counter, group.index)
             if owners is None:
                 layouts.append(StripedLayout(offsets, group.shard_numel, *common))
             else:
@@ -169,7 +169,7 @@ class FlatShards(GradientShards):
         return zero.computes_norm(self.optimizer)
 
     def norm(self, said: torch.Tensor) -> torch.Tensor:
-        return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts), said)
+        return zero12.norm_of_shards(self.optimizer, map(self._counted, self.layouts), said, self.sum_over_ranks)
 
     def _counted(self, layout: FlatLayout) -> list[torch.Tensor]:
         """Return the parts of this rank's gradient shard that it counts in the norm of all gradients."""

@@ -126,7 +126,7 @@ class PerParamShards(GradientShards):
             # The loss is the mean over all data-parallel ranks, and so is its gradient, however few share a parameter.
             ranks = max(dist.get_world_size(process_group), everyone)
             divisor = zero3_optimizer.averaging_divisor(optimizer, params, ranks)
-            common = (divisor, self.dtype, self.topology.of(process_group))
+            common = (divisor, self.dtype, self.topology.of(process_group), self.counter)
             if not self.whole:
                 layouts.append(PerParamLayout(process_group, params, *common))
                 continue
@@ -198,11 +198,9 @@ class PerParamShards(GradientShards):
         DeepSpeed computes norms by parameter group, each summed over the ranks that shard the group. Other groups of
         ranks have other parameters. So each rank adds its share of the square, and each element counts once.
         """
-        from deepspeed import comm
-
         optimizer = self.optimizer
         if self.computes_norm:
-            return zero3_optimizer.norm_of_shards(optimizer, said)
+            return zero3_optimizer.norm_of_shards(optimizer, said, self.sum_over_ranks)
         norms = torch.stack([torch.as_tensor(norm) for norm in optimizer.zerosync_stock_norms()])
         # DeepSpeed marks the norm of a group with an infinity or a NaN by -1.
         norms = torch.where(norms >= 0, norms, torch.inf)
@@ -213,7 +211,7 @@ class PerParamShards(GradientShards):
             world_size = dist.get_world_size(zero3_optimizer.gradient_group(optimizer, group[0]))
             squares[index] /= zero3_optimizer.averaging_divisor(optimizer, group, world_size)
         total = squares.sum()
-        comm.all_reduce(total, group=zero.data_parallel_group(optimizer))
+        self.sum_over_ranks(total)
         return total.sqrt().to(norms.dtype).double().view(1)
 
     def discard(self) -> None:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.comm.collectives import phase
-from zerosync_strategy.core.comm.traffic import EngineCounter
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.buckets import LocalGradient
@@ -79,11 +78,10 @@ class Window:
     """
 
     def __init__(
-        self, reducer: Reducer, last: LastBackward, traffic: EngineCounter,
-        activity: Callable[[str], AbstractContextManager[None]], begins: Callable[[bool], None] = lambda _: None,
-        changes: LocalChanges | None = None,
+        self, reducer: Reducer, last: LastBackward, activity: Callable[[str], AbstractContextManager[None]],
+        begins: Callable[[bool], None] = lambda _: None, changes: LocalChanges | None = None,
     ) -> None:  # fmt: skip
-        self._reducer, self.last, self._traffic = reducer, last, traffic
+        self._reducer, self.last = reducer, last
         self._activity, self._begins = activity, begins
         self.changes = changes or LocalChanges((), {})
         self._state = WindowState.CLOSED
@@ -93,7 +91,6 @@ class Window:
         self.interrupted = False
         self._stepped = False  # since the end of the last engine.step()
         self._zeroed = True  # zero_grad() was called since the last step
-        self._shares = True  # this process's traffic with other engines
         # The running backward: engine.backward() calls on the stack, and autograd graphs that hooks have seen.
         self._backward = _Backward.NONE
         self._engine_backwards = 0
@@ -162,27 +159,22 @@ class Window:
     def added(self, gradient: LocalGradient, param: Any) -> None:
         """Process an accumulation by autograd into ``param.grad``."""
         # Called for every gradient of every backward, so it makes no further call if nothing is to be done (H6).
-        if not self._reducer.only_adds or param.grad is not gradient.place or (self._shares and self._traffic.calls):
+        if not self._reducer.only_adds or param.grad is not gradient.place:
             self.gradient_ready(gradient)
 
     def gradient_ready(self, gradient: LocalGradient) -> None:
         """Process an accumulation into a gradient: begin the backward, or reduce buckets, if it is time."""
         if self._backward is not _Backward.OURS or not self._engine_backwards:
             self.enter_graph(gradient)
-        if self._shares and self._traffic.calls:
-            self._traffic.attribute()  # gathers since the gradient before
         if self._reducer.gradient_ready(gradient):
             with self._activity(Doing.OWN_BACKWARD):
                 self._reducer.reduce_complete()
-            self._traffic.attribute()  # the reductions
 
     def reaches_unit(self, behind: int) -> None:
         """Reduce when the backward reaches a ZeRO-3 module; ``behind`` is as in :meth:`Reducer.reduce_behind`."""
         if self._backward is _Backward.OURS and self._reducer.needs_reduce_behind(behind):
-            self._traffic.attribute()  # gathers since the last attribution
             with self._activity(Doing.OWN_BACKWARD):
                 self._reducer.reduce_behind(behind)
-            self._traffic.attribute()
 
     def add(self, gradient: LocalGradient, more: torch.Tensor) -> None:
         """Add ``more``, a full gradient that a compiled graph has computed and whose memory the graph keeps."""
@@ -211,7 +203,6 @@ class Window:
                 " Call step() or zero_grad() first. To read gradients between backwards, pass overlap_last=False."
             )
         self.changes.check(but=None if ready is None else ready.param)
-        self._shares = not self._traffic.is_alone
         is_last = self.last.is_next()
         self._reducer.begin_backward(is_last, ready)  # may raise; then nothing has begun
         self._begins(self._state is WindowState.CLOSED)

@@ -91,7 +91,8 @@ class _Batch:
         use: Callable[[Any], None],
     ) -> InFlight:  # fmt: skip
         group, label = self._layout.process_group, f"the exchange of {what} with their owners"
-        exchange = all_to_all(sent, received, sent_numels, received_numels, group, _TAG, label)
+        counts = sent, received, sent_numels, received_numels
+        exchange = all_to_all(*counts, group, self._layout.counter, _TAG, label)
         exchange.then(use)
         return exchange
 

@@ -98,7 +98,7 @@ class StripedStates:
         self._is_stock = to_stock
 
     def _exchange(self, shard: torch.Tensor, layout: StripedLayout, to_stock: bool, device: torch.device) -> None:
-        shard.copy_(layout.stripes.exchange(shard, not to_stock, layout.process_group, device))
+        shard.copy_(layout.stripes.exchange(shard, not to_stock, layout.process_group, layout.counter, device))
 
     def _states_of(self, master: Any) -> dict[str, Any]:
         return self._optimizer.optimizer.state.get(master, {})

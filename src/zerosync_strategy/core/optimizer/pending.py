@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.collectives import all_reduce
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.engine.several import groups_of, shows_parameters
 from zerosync_strategy.core.failures.doing import Doing
@@ -224,13 +225,11 @@ class PendingGradients:
 
     def _average(self, param: Any) -> torch.Tensor:
         """Return the average of a gradient that is local on every rank. The window stays open. Collective."""
-        from deepspeed import comm
-
         layout = next(layout for layout in self._reducer.layouts if any(each is param for each in layout.params))
         total = torch.zeros(zero3.full_shape(param), device=param.device)
         if param.grad is not None:
             total += param.grad
-        comm.all_reduce(total, group=layout.process_group)
+        all_reduce(total, layout.process_group, layout.counter)
         return total.div_(layout.divisor)
 
 

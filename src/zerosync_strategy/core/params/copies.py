@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from zerosync_strategy.core.comm.streams import Streams
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.torch_internals import for_training
 
@@ -255,7 +256,9 @@ def _nodes(param: Any) -> Any:
 
 
 @for_training
-def gather_node_shards(nodes: Any, shards: Mapping[Any, torch.Tensor], tag: int, label: object) -> gathering.Arrival:
+def gather_node_shards(
+    nodes: Any, shards: Mapping[Any, torch.Tensor], counter: SentCounter, tag: int, label: object
+) -> gathering.Arrival:
     """Gather parameters as :class:`gathering.Message` does, but from the ranks of this node alone.
 
     ``shards``: by parameter, this rank's node shard, one row per node; all of one dtype.
@@ -264,4 +267,4 @@ def gather_node_shards(nodes: Any, shards: Mapping[Any, torch.Tensor], tag: int,
     first = next(iter(shards.values()))
     rows = nodes.empty_rows(sum(columns), first.dtype, first.device)
     torch._foreach_copy_(list(nodes.own_rows(rows).split(columns, 1)), list(shards.values()))
-    return gathering.Arrival(list(shards), [], columns, rows, nodes.gather_within(rows, tag, label).wait)
+    return gathering.Arrival(list(shards), [], columns, rows, nodes.gather_within(rows, counter, tag, label).wait)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, note_launch, phase
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.traffic import EngineCounter
+from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import Record, arrive, settle
@@ -82,23 +82,21 @@ CONTEXTS = "GatheredParameters"
 class GatherCount:
     """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
-    ``counters``: of the engines of this module, or of parts of it. ``is_for_step``: now they have.
+    Attributes:
+        counter: of what is sent for gathers now: that of the engine of this module, or of a part of it, whose forward,
+            backward or step has begun last.
+        is_for_step: modules and readers gather for a step now.
     """
 
     def __init__(self) -> None:
-        self.counters: list[EngineCounter] = []
+        self.counter = SentCounter()  # no engine's
         self.is_for_step = True
         self._in_context = False
-
-    def issued(self) -> None:
-        """Attribute a gather to the only engine of this module; with several, their gradients tell which one it was."""
-        if self.counters and not self.counters[1:] and not self.counters[0].is_alone:
-            self.counters[0].attribute()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Around a forward without gradients, whose gathers do not count for a step."""
-        with replaced(self, "is_for_step", False), self.apart(NO_GRADIENTS):
+        with replaced(self, "is_for_step", False), self.counter.apart(NO_GRADIENTS):
             yield
 
     def in_context(self) -> AbstractContextManager[None]:
@@ -107,14 +105,7 @@ class GatherCount:
 
     def of_context(self) -> AbstractContextManager[None]:
         """Around gathers for no module: at the start of a context, they do not count for a step."""
-        return self.apart(CONTEXTS) if self._in_context else nullcontext()
-
-    @contextmanager
-    def apart(self, section: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            for counter in self.counters:
-                stack.enter_context(counter.apart(section))
-            yield
+        return self.counter.apart(CONTEXTS) if self._in_context else nullcontext()
 
 
 class Issuing:
@@ -159,7 +150,11 @@ class Issuing:
         """
         activity = self.activity(group, params)
         tag = self.begin(group, activity.ids, repr(activity.ids).encode())
-        by = gathering.gathering_by(tagged_all_gather(group, tag)) if group.is_tagged else nullcontext()
+        by: AbstractContextManager[None] = nullcontext()
+        if not noted:  # else DeepSpeed's function is not used
+            counter = self.count.counter
+            own = tagged_all_gather(group, counter, tag) if group.is_tagged else gathering.counted_all_gather(counter)
+            by = gathering.gathering_by(own)
         with by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield tag
         self.issued(group, activity, noted)
@@ -192,8 +187,7 @@ class Issuing:
     def issued(
         self, group: GatherGroup, activity: GatherActivity, noted: bool = False, communicator: Any = None
     ) -> None:  # fmt: skip
-        """Count and note the gather that has just been issued."""
-        self.count.issued()
+        """Note the gather that has just been issued."""
         if group.is_nccl and not noted:
             note_launch(communicator or group.process_group, self._device, activity)
 
@@ -337,13 +331,13 @@ class ParameterGather:
         return list(found.values())
 
 
-def tagged_all_gather(group: GatherGroup, tag: int) -> gathering.FlatAllGather:
+def tagged_all_gather(group: GatherGroup, counter: SentCounter, tag: int) -> gathering.FlatAllGather:
     """Return a replacement of DeepSpeed's all-gather that matches only gathers with the same ``tag``."""
-    return partial(_all_gather, group.nodes, tag)
+    return partial(_all_gather, group.nodes, counter, tag)
 
 
 def _all_gather(
-    nodes: Nodes | None, tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any
+    nodes: Nodes | None, counter: SentCounter, tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any
 ) -> InFlight:
     rows = target.view(dist.get_world_size(process_group), -1)
     own = rows[dist.get_rank(process_group)]
@@ -351,4 +345,6 @@ def _all_gather(
         own.copy_(source)
     if nodes is not None and len(rows) < nodes.size * nodes.count:
         nodes = None  # DeepSpeed's hpZ gathers within a node itself
-    return all_gather(rows, process_group, tag) if nodes is None else nodes.all_gather(rows, tag, "")
+    if nodes is None:
+        return all_gather(rows, process_group, counter, tag)
+    return nodes.all_gather(rows, counter, tag, "")

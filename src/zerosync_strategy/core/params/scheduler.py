@@ -92,7 +92,7 @@ class GatherScheduler:
     def before_step(self) -> None:
         """Check that the ranks of each group have gathered the same since the last step (W4). Collective."""
         for digest in self._digests:
-            digest.compare_window(self.issuing.names)
+            digest.compare_window(self.issuing.names, self.issuing.count.counter)
 
     def before_checkpoint(self) -> None:
         """Check the gathers before the last step, whose result the checkpoint saves (W4)."""

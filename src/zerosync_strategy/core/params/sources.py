@@ -101,12 +101,13 @@ class ShardsOfNode(Source):
             return
         if reads and group.stream is not None:  # the stream that may have filled them (U2)
             self._issuing.streams.caller_waits_for([group.stream])
+        counter = self._issuing.count.counter
         with self._issuing.gathering(group, list(shards), noted=True) as tag:
             for members in _by_dtype(shards, zero3.gather_dtype):
                 activity = self._issuing.activity(group, members, part.activity.reader)
                 of_dtype = {param: shards[param] for param in members}
                 with self._issuing.on(group, reads):
-                    arrival = gather_node_shards(group.nodes, of_dtype, tag, activity)
+                    arrival = gather_node_shards(group.nodes, of_dtype, counter, tag, activity)
                 yield arrival, activity
 
 
@@ -115,7 +116,7 @@ class AllShards(Source):
 
     def __init__(self, issuing: Issuing, engine: Any) -> None:
         super().__init__(issuing)
-        self._all_gather = gathering.backends_all_gather()
+        self._all_gather = gathering.backends_all_gather(issuing.count)
         self._gathers_plainly = gathering.gathers_plainly(engine)
 
     def is_plain(self, param: Any) -> bool:
@@ -150,7 +151,9 @@ class AllShards(Source):
     def _opened(self, part: Part) -> gathering.AllGather:
         """Return what gathers the messages of ``part``, which are sent next."""
         tag = self._issuing.begin(part.group, part.activity.ids, part.digested)
-        return gathering.one_by_one(tagged_all_gather(part.group, tag)) if part.group.is_tagged else self._all_gather
+        if not part.group.is_tagged:
+            return self._all_gather
+        return gathering.one_by_one(tagged_all_gather(part.group, self._issuing.count.counter, tag))
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> None:
         if part.messages is None:

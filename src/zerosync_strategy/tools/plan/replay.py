@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +24,7 @@ from zerosync_strategy.core.attached.sharded import ShardedParameters
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.nodes import Topology
-from zerosync_strategy.core.comm.traffic import CollectiveCounter, Traffic
+from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.core.engine import contract, torch_internals, zero
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.inspection import resident
@@ -33,6 +34,7 @@ from zerosync_strategy.core.options.config import BLOCK
 from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, Workload
 from zerosync_strategy.tools.plan.memory import NODE_SHARDS, Ledger
 from zerosync_strategy.tools.plan.models import build, imported, loss_of
+from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 from zerosync_strategy.tools.plan.skipped import SkippedCompute
 
 REPLAYED = 3
@@ -83,8 +85,7 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
         backwards = min(workload.micro_batches, REPLAYED)
         engine = _engine(workload, options, module, made, backwards)
         handle = None if options.system == STOCK else attach(engine, **{"node_size": cluster.per_node} | in_force)
-        counter = CollectiveCounter(Topology(cluster.per_node, dist.group.WORLD))
-        parts = _steps(engine, batch, backwards, handle, ledger, counter)
+        parts = _steps(engine, batch, backwards, handle, ledger, cluster)
         reduced, peak = zero.reduction_dtype(engine).itemsize, ledger.peak
         copied_bytes = 0 if handle is None else bytes_to_copy(handle._attached)
     if backwards > 1:
@@ -155,7 +156,7 @@ def _engine(workload: Workload, options: OptionSet, module: torch.nn.Module, opt
 
 
 def _steps(
-    engine: Any, batch: Any, backwards: int, handle: ZeroSync | None, ledger: Ledger, counter: CollectiveCounter
+    engine: Any, batch: Any, backwards: int, handle: ZeroSync | None, ledger: Ledger, cluster: Cluster
 ) -> list[Mapping[str, Traffic]]:
     """Train the steps after which they repeat; return what the last step sent in each backward, and in its end."""
 
@@ -167,7 +168,9 @@ def _steps(
         param.register_post_accumulate_grad_hook(note)
     gc.collect()
     parts: list[Mapping[str, Traffic]] = []
-    with counter:
+    counter = ProcessCounter() if handle is None else handle.counter
+    counter.between = Topology(cluster.per_node, dist.group.WORLD).between  # also where an option says otherwise
+    with counter if isinstance(counter, ProcessCounter) else nullcontext():
         for to_come in range(WARM_UP, -1, -1):
             ledger.classify(resident(engine))
             ledger.restart()
@@ -184,7 +187,8 @@ def _steps(
                     engine.step()
                 parts.append(dict(counter.take()))
             engine.step()
-            parts.append(dict(counter.take()))
+            report = None if handle is None else handle.report
+            parts.append(dict(counter.take() if report is None else report.collectives))
     if engine.skipped_steps:
         raise RuntimeError("a step was skipped: gradients are not finite. Plan with a batch of usual values.")
     return parts
