@@ -51,7 +51,10 @@ _BELOW_ENTRY = re.compile(r'(  File "[^"]*ranks\.py", line \d+ in _main\n)(?:  F
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended. `error` is None, the name of an exception's type, `DIED` or `KILLED`."""
+    """How one rank ended. `error` is None, the name of an exception's type, `DIED` or `KILLED`.
+
+    `since`: of a ContractError, the first release of DeepSpeed that has what it misses; else empty.
+    """
 
     rank: int
     value: Any
@@ -62,6 +65,7 @@ class RankOutcome:
     signal: int | None
     output: str
     ended_at: float
+    since: str = ""
 
     def __str__(self) -> str:
         lines = [f"--- rank {self.rank}: " + (f"{self.error}: {self.message}" if self.error else "returned")]
@@ -238,7 +242,8 @@ class _Rank:
                 if rank_status._current is not None:
                     rank_status._current[1].uncaught(error)  # as at the end of a program
                 text = "".join(traceback.format_exception(error))
-                self._write_report(error=type(error).__name__, message=str(error), traceback=text)
+                since = getattr(error, "since", "")
+                self._write_report(error=type(error).__name__, message=str(error), traceback=text, since=since)
                 linger = LINGER_FAILED if self.index == 0 else 0.0
             # Rank 0 hosts the store, and ranks that are a step behind may still need it.
             until = time.monotonic() + linger
