@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 
 from tests.harness.ranks import run_ranks
-from tests.matrix import table
+from trials.matrix import table
 from zerosync_strategy.tools.doctor import configurations, installation, on_rank, selftest
 from zerosync_strategy.tools.doctor.findings import Finding, Level
 
