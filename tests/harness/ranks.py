@@ -270,7 +270,7 @@ class _Rank:
         sys.stdout, sys.stderr = (
             os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False) for fd in (1, 2)
         )
-        _redirect_log_handlers()
+        redirect_log_handlers()
         # pytest's hooks would collect what goes wrong in threads and finalisers, for a report that is never made.
         threading.excepthook = threading.__excepthook__
         sys.unraisablehook = sys.__unraisablehook__
@@ -331,7 +331,7 @@ def _free_port() -> int:
             return port
 
 
-def _redirect_log_handlers() -> None:
+def redirect_log_handlers() -> None:
     """Send to stderr what handlers would write to a stream of the parent."""
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", ()):
