@@ -114,16 +114,16 @@ equal: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.equality --base "$(BASE)"
 
 matrix: $(STAMP)
-	$(RUN) "$(BIN)/python" -m tests.matrix --workers $(WORKERS) $(ROWS)
+	$(RUN) "$(BIN)/python" -m trials.matrix --workers $(WORKERS) $(ROWS)
 
 trainers projects: $(STAMP)
-	$(RUN) "$(BIN)/python" -m tests.ecosystem $@ $(ROWS)
+	$(RUN) "$(BIN)/python" -m trials.ecosystem $@ $(ROWS)
 
 smoke: $(STAMP)
-	$(RUN) "$(BIN)/python" -m tests.matrix --smoke --workers $(WORKERS)
+	$(RUN) "$(BIN)/python" -m trials.matrix --smoke --workers $(WORKERS)
 
 canary: $(STAMP)
-	$(RUN) "$(BIN)/python" -m tests.matrix --canary --workers $(WORKERS)
+	$(RUN) "$(BIN)/python" -m trials.matrix --canary --workers $(WORKERS)
 
 dist: $(STAMP)
 	@$(INSTALL) --quiet build twine
@@ -133,7 +133,7 @@ dist: $(STAMP)
 
 installs: dist
 	@$(INSTALL) --quiet uv
-	$(RUN) "$(BIN)/python" -m tests.installs $(ROWS)
+	$(RUN) "$(BIN)/python" -m trials.installs $(ROWS)
 
 # Needs no network once $(DOCS_STAMP) is there. A broken link fails.
 docs: $(DOCS_STAMP)
@@ -180,4 +180,4 @@ clean:
 	@if [ -d "$(VENV)" ] && [ ! -f "$(VENV)/pyvenv.cfg" ]; then \
 		echo "VENV=$(VENV) is not a virtual environment: not removed" >&2; exit 1; fi
 	rm -rf "$(VENV)" .matrix build dist out .mypy_cache .pytest_cache .ruff_cache
-	find src tests examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests trials examples -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

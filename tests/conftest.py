@@ -3,7 +3,6 @@
 import gc
 import importlib
 import os
-import re
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -71,10 +70,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test of a feature that the installed DeepSpeed cannot have is left out where the error says just that."""
+    """Leave out a test of a feature for which the installed DeepSpeed is too old, as the error's release says."""
     report = yield
     if report.failed and call.excinfo is not None:
-        found = re.search(r"ContractError: (ZeroSync's .* needs DeepSpeed [\d.]+ or newer)", str(call.excinfo.value))
-        if found is not None:
-            report.outcome, report.longrepr = "skipped", (str(report.fspath), 0, f"Skipped: {found[1]}")
+        from tests.harness.releases import lacking  # not imported above: torch comes by tests/harness/warm.py
+
+        if release := lacking(call.excinfo.value):
+            why = f"Skipped: before deepspeed {release}: {call.excinfo.exconly().splitlines()[0]}"
+            report.outcome, report.longrepr = "skipped", (str(report.fspath), 0, why)
     return report

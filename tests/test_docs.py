@@ -38,9 +38,10 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, *sorted((ROOT / "tests").glob("*/README.md"))], ids=lambda page: f"{page.parent.name}/{page.name}"
-)
+BESIDE = [page for folder in ("tests", "trials") for page in sorted((ROOT / folder).rglob("README.md"))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_lead_to_files(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)

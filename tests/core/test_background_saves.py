@@ -278,36 +278,37 @@ def test_what_cannot_be_read_is_said_to_be_half_loaded(tmp_path: Path) -> None:
 
 PROGRAM = """
 import os, sys, time
-from pathlib import Path
-import torch
 from tests.harness.copying import make_engine
 from zerosync_strategy import attach
 from zerosync_strategy.core.checkpoints import dcp
+forks = []
+for ends in ("well", "fails"):
+    if not (fork := os.fork()):
+        break
+    forks.append(fork)
+else:
+    sys.exit(any([os.waitpid(fork, 0)[1] for fork in forks]))
 write = dcp.write
 def slowly(*arguments):
     time.sleep(1)
-    if "fails" in sys.argv:
+    if ends == "fails":
         raise OSError(28, "No space left on device")
     return write(*arguments)
 dcp.write = slowly
 engine = make_engine(2)
 attach(engine, checkpoint_format="distributed", checkpoint_background=True)
-engine.save_checkpoint(sys.argv[1], tag="one")
+engine.save_checkpoint(os.path.join(sys.argv[1], ends), tag="one")
 """
 
 
 def test_the_end_of_a_program_waits(tmp_path: Path) -> None:
+    """Of two forks of one interpreter, which end as programs do."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    programs = {
-        ends: subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path / ends), ends], env=os.environ | alone, text=True,
-            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        )
-        for ends in ("well", "fails")
-    }  # fmt: skip
-    for ends, program in programs.items():
-        _, said = program.communicate(timeout=120)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for ends in ("well", "fails"):
         folder = tmp_path / ends
-        assert program.returncode == 0, said
         assert (folder / "latest").exists() == (folder / "one" / ".metadata").exists() == (ends == "well")
-        assert ("CheckpointError: Cannot write the checkpoint in" in said) == (ends == "fails"), said
+        failed = f"CheckpointError: Cannot write the checkpoint in {folder}" in done.stderr
+        assert failed == (ends == "fails"), done.stderr

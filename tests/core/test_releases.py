@@ -51,8 +51,9 @@ def test_an_internal_is_not_asked_for_before_its_release() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(contract, "has", lambda internal: internal is not internals.COMPILE_BACKEND and has(internal))
             patch.setitem(engine._config._param_dict, "compile", {"deepcompile": True})
-            with pytest.raises(ContractError, match=r"DeepCompile needs DeepSpeed 0\.18\.9 or newer.*deepcompile"):
+            with pytest.raises(ContractError, match=r"DeepCompile needs DeepSpeed 0\.18\.9 .*deepcompile") as found:
                 attach(engine)
+            assert found.value.since == "0.18.9"
 
     run_ranks(run)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.doctor.test_doctor import command
 from tests.harness import checkpoints
+from tests.harness.command import command
 from tests.harness.copying import make_engine
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
@@ -51,8 +51,8 @@ def test_checkpoints_on_the_disk(tmp_path: Path) -> None:
         doctor.check(run / "two" / "nothing")
 
     done = command("doctor", "--json", "--checkpoint", str(run / "zz_interrupted"))
-    assert done.returncode == json.loads(done.stdout)["exit_status"] == 1
-    assert command("doctor", "--checkpoint", str(tmp_path / "nothing")).returncode == 2
+    assert done.status == json.loads(done.stdout)["exit_status"] == 1
+    assert command("doctor", "--checkpoint", str(tmp_path / "nothing")).status == 2
 
 
 def test_a_save_that_was_killed_between_its_renames(tmp_path: Path) -> None:

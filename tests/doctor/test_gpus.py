@@ -1,24 +1,23 @@
 """`zerosync doctor --gpus`, on processes of the CPU that stand in for GPUs, by NCCL's rules."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from zerosync_strategy.tools.doctor import gpus
+from tests.harness.command import command
+from tests.harness.forked import fork_instead
+from zerosync_strategy.tools.doctor import gpus, selftest
+from zerosync_strategy.tools.doctor import ranks as doctor_ranks
 from zerosync_strategy.tools.doctor.findings import Level
 from zerosync_strategy.tools.doctor.ranks import Ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(900)
 def test_all_that_two_gpus_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the communicator, which a killed rank leaves
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+    fork_instead(monkeypatch, doctor_ranks)
     for limit in ("TRAIN_SECONDS", "START_SECONDS", "FAULT_SECONDS"):  # slower here, by far
         monkeypatch.setattr(gpus, limit, 200.0)
     found = list(gpus.check(2, "cpu", "tests.doctor.strict_ranks"))
@@ -77,24 +76,14 @@ def test_slow_links_and_an_exposed_step_have_remedies() -> None:
     assert gpus._step({**step, "seconds": 5e-3}).level is Level.NOTE
 
 
-def command(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"{before}\nfrom zerosync_strategy.tools.cli import main\nmain({['doctor', *arguments]!r})"
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=hidden)
-
-
-QUICK = """
-from zerosync_strategy.tools.doctor import selftest
-selftest.check = lambda: selftest.ok("on the CPU")
-"""
-
-
-def test_without_a_gpu_it_says_so_and_tests_on_the_cpu() -> None:
+def test_without_a_gpu_it_says_so_and_tests_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "visible", lambda: 0)
+    monkeypatch.setattr(selftest, "check", lambda: selftest.ok("on the CPU"))
     for arguments in (["--gpus", "--json"], ["--gpus", "2", "--json"]):
-        done = command(*arguments, before=QUICK)
+        done = command("doctor", *arguments)
         found = {each["topic"]: each for each in json.loads(done.stdout)["findings"]}
         assert found["gpus"]["level"] == "warning" and "no GPU is visible" in found["gpus"]["found"]
-        assert found["self-test"]["found"] == "on the CPU" and done.returncode == 0
+        assert found["self-test"]["found"] == "on the CPU" and done.status == 0
 
 
 @pytest.mark.parametrize(
@@ -105,18 +94,15 @@ def test_without_a_gpu_it_says_so_and_tests_on_the_cpu() -> None:
         (["--gpus", "3"], "3, and 2 are visible"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], words: str) -> None:
-    two = "from zerosync_strategy.tools.doctor import gpus; gpus.visible = lambda: 2"
-    done = command(*arguments, before=two)
-    assert done.returncode == 2 and words in " ".join(done.stderr.replace("│", " ").split())
+def test_wrong_arguments(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "visible", lambda: 2)
+    done = command("doctor", *arguments)
+    assert done.status == 2 and words in " ".join(done.stderr.replace("│", " ").split())
 
 
-def test_all_gpus_are_tested_by_default() -> None:
-    fake = """
-from zerosync_strategy.tools.doctor import gpus
-gpus.visible = lambda: 8
-gpus.check = lambda ranks: [gpus.ok(f"on {ranks}")]
-"""
+def test_all_gpus_are_tested_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "visible", lambda: 8)
+    monkeypatch.setattr(gpus, "check", lambda ranks: [gpus.ok(f"on {ranks}")])
     for arguments, ranks in ((["--gpus"], 8), (["--gpus", "all"], 8), (["--gpus", "2"], 2)):
-        done = command(*arguments, before=fake)
+        done = command("doctor", *arguments)
         assert f"on {ranks}" in done.stdout and "self-test" not in done.stdout

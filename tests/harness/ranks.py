@@ -51,7 +51,10 @@ _BELOW_ENTRY = re.compile(r'(  File "[^"]*ranks\.py", line \d+ in _main\n)(?:  F
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended. `error` is None, the name of an exception's type, `DIED` or `KILLED`."""
+    """How one rank ended. `error` is None, the name of an exception's type, `DIED` or `KILLED`.
+
+    `since`: of a ContractError, the first release of DeepSpeed that has what it misses; else empty.
+    """
 
     rank: int
     value: Any
@@ -62,6 +65,7 @@ class RankOutcome:
     signal: int | None
     output: str
     ended_at: float
+    since: str = ""
 
     def __str__(self) -> str:
         lines = [f"--- rank {self.rank}: " + (f"{self.error}: {self.message}" if self.error else "returned")]
@@ -238,7 +242,8 @@ class _Rank:
                 if rank_status._current is not None:
                     rank_status._current[1].uncaught(error)  # as at the end of a program
                 text = "".join(traceback.format_exception(error))
-                self._write_report(error=type(error).__name__, message=str(error), traceback=text)
+                since = getattr(error, "since", "")
+                self._write_report(error=type(error).__name__, message=str(error), traceback=text, since=since)
                 linger = LINGER_FAILED if self.index == 0 else 0.0
             # Rank 0 hosts the store, and ranks that are a step behind may still need it.
             until = time.monotonic() + linger
@@ -265,7 +270,7 @@ class _Rank:
         sys.stdout, sys.stderr = (
             os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False) for fd in (1, 2)
         )
-        _redirect_log_handlers()
+        redirect_log_handlers()
         # pytest's hooks would collect what goes wrong in threads and finalisers, for a report that is never made.
         threading.excepthook = threading.__excepthook__
         sys.unraisablehook = sys.__unraisablehook__
@@ -326,7 +331,7 @@ def _free_port() -> int:
             return port
 
 
-def _redirect_log_handlers() -> None:
+def redirect_log_handlers() -> None:
     """Send to stderr what handlers would write to a stream of the parent."""
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in getattr(logger, "handlers", ()):

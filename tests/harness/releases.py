@@ -2,11 +2,12 @@
 
 import os
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from tests.harness.ranks import SIMULATED
+from tests.harness.ranks import SIMULATED, RanksError
 
 
 def since(release: str, why: str, package: str = "deepspeed") -> pytest.MarkDecorator:
@@ -18,6 +19,13 @@ def except_from(first: str, mended: str, why: str) -> pytest.MarkDecorator:
     """Leave the test out from DeepSpeed `first` until it was `mended`, because `why`."""
     is_broken = Version(first) <= _installed("deepspeed") < Version(mended)
     return pytest.mark.skipif(is_broken, reason=f"from deepspeed {first} until {mended}, {why}")
+
+
+def lacking(error: BaseException) -> str:
+    """The release of DeepSpeed that a test which fails by `error` needs; empty if the installed one is new enough."""
+    outcomes: list[Any] = error.outcomes if isinstance(error, RanksError) else [error]
+    needed = [since for outcome in outcomes if (since := getattr(outcome, "since", ""))]
+    return next((each for each in needed if _installed("deepspeed") < Version(each)), "")
 
 
 def _installed(package: str) -> Version:

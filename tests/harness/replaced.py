@@ -30,7 +30,8 @@ def note(found: Snapshot, key: tuple[str, ...], value: Any) -> None:
         if isinstance(value, types.FunctionType):
             found[(*key, "__code__")] = value.__code__
     elif isinstance(value, dict) and len(value) < 100:
-        switches = [(name, each) for name, each in list(value.items()) if isinstance(name, str)]
+        items = list(dict.items(value))  # what is in it: the mappings of transformers import all models for their own
+        switches = [(name, each) for name, each in items if isinstance(name, str)]
         found |= {(*key, name): each for name, each in switches if isinstance(each, bool)}
     elif type(value).__module__.partition(".")[0] in (*LIBRARIES, "zerosync_strategy"):
         found[(*key, "class")] = type(value)

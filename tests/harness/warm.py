@@ -24,6 +24,8 @@ import deepspeed
 import torch
 import tqdm
 
+from zerosync_strategy.core.engine import contract, deepspeed_internals, torch_internals
+
 # What would otherwise be imported anew on every rank: by deepspeed.initialize(), by frameworks, by a compilation.
 LATE = """
     deepspeed.comm.mori deepspeed.compile.backend deepspeed.module_inject.auto_ep_layer
@@ -41,6 +43,11 @@ for name in LATE.split():
 torch._dynamo.list_backends()  # imports them
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # the probes of GPU operators call CUDA
     deepspeed.ops.__compatible_ops__  # noqa: B018  # probed once a process, with a compiler
+
+for table in (*deepspeed_internals.EVERY_TABLE, *torch_internals.EVERY_TABLE):
+    for internal in table:
+        if internal.named_in:
+            contract.names_in(internal.named_in)  # each attach() looks there, and the first of a process reads it
 
 torch.set_num_threads(1)
 tqdm.tqdm.monitor_interval = 0  # else the first progress bar in this process starts a thread

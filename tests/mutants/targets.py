@@ -1,5 +1,6 @@
 """By which target of the Makefile a test runs."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -41,8 +42,11 @@ def targets_of(tests: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]
 def _collected(files: Sequence[str]) -> tuple[set[str], set[str]]:
     """Return the node ids in ``files`` that `make test` runs, and those that it leaves out."""
     command = [sys.executable, "-m", "pytest", "-p", __name__, "--collect-only", "-q", "-p", "no:cacheprovider", *files]
-    ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    lines = [line for line in ran.stdout.splitlines() if "::" in line]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, text=True) as collection:
+        said, _ = collection.communicate()
+    if collection.returncode:
+        raise ValueError(f"pytest cannot collect {', '.join(files)}: {said[-2000:]}")
+    lines = [line for line in said.splitlines() if "::" in line]
     others = {line.removeprefix(_LEFT_OUT) for line in lines if line.startswith(_LEFT_OUT)}
     return set(lines), others
 

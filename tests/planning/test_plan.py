@@ -9,22 +9,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from typer.testing import CliRunner
 
 from tests.harness import optimizers
+from tests.harness.command import command
 from tests.harness.engines import make_engine
-from tests.harness.ranks import run_ranks
+from tests.harness.forked import fork_instead
+from tests.harness.ranks import RanksFailed, run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.comm.traffic import Traffic
-from zerosync_strategy.tools.commands import app
 from zerosync_strategy.tools.plan import models, replay
+from zerosync_strategy.tools.plan import plan as planning
 from zerosync_strategy.tools.plan.jobs import NODE_SHARDS, STOCK, ZEROSYNC, Cluster, OptionSet, Workload, usual_sets
 from zerosync_strategy.tools.plan.memory import Ledger
 from zerosync_strategy.tools.plan.plan import Outcome, Plan, PlanError, plan
@@ -67,18 +67,30 @@ WORKLOAD = Workload(f"{__name__}:network", micro_batches=3, dtype="fp32", deepsp
 LARGE = {"zero_optimization": {**ZERO, "stage3_max_reuse_distance": 0}}  # as a large model, which stays for nothing
 
 
-def replayed(workload: Workload, options: OptionSet, ranks: int = 2, backend: str = "gloo") -> dict[str, Any]:
-    """What the replay of rank 0 finds, in a process of its own."""
+TWO = Cluster(2, backend="gloo")
+
+
+def replayed(workload: Workload, options: OptionSet, cluster: Cluster = TWO) -> dict[str, Any]:
+    """What the replay of rank 0 finds, in a fork of this process."""
 
     def one() -> dict[str, Any]:
-        os.environ["WORLD_SIZE"] = str(ranks)
+        os.environ["WORLD_SIZE"] = str(cluster.ranks)
         from zerosync_strategy import prepare_cpu
 
         prepare_cpu()
-        return replay.replay(workload, options, Cluster(ranks, ranks, backend=backend))
+        return replay.replay(workload, options, cluster)
 
     (found,) = run_ranks(one, world_size=1, timeout=200)
-    return found
+    return json.loads(json.dumps(found))  # as a plan reads it
+
+
+@pytest.fixture
+def in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made of replays in forks of this process, which has imported everything, not of a new interpreter."""
+    monkeypatch.setattr(
+        planning, "_replay",
+        lambda workload, cluster, sets, progress: [replayed(workload, each, cluster) or None for each in sets],
+    )  # fmt: skip
 
 
 class Computed(SkippedCompute):
@@ -212,10 +224,11 @@ def test_what_whole_parameters_cost(stage: int) -> None:
     options = OptionSet(ZEROSYNC, stage)
     (sent, _), _ = run_ranks(lambda: trained(options, optimizers.mixed), timeout=200)
     assert replayed(dataclasses.replace(WORKLOAD, optimizer=f"{__name__}:mixed"), options)["collectives"] == sent
-    found = replayed(Workload(f"{__name__}:matrices", optimizer="Muon"), options, 8, "nccl")
+    found = replayed(Workload(f"{__name__}:matrices", optimizer="Muon"), options, Cluster(8))
     assert found["peak"]["optimizer"] == (2 * stage) * 128**2 * 4  # on stage 3, shards of the master weights beside
 
 
+@pytest.mark.usefixtures("in_forks")
 def test_whole_parameters_on_several_nodes() -> None:
     """Each gradient and each matrix crosses between two nodes once, in two levels; in one, to each rank of a node.
 
@@ -250,6 +263,7 @@ def test_what_is_recommended() -> None:
     assert Plan(WORKLOAD, Cluster(16), 1, 50_000.0, 1000.0, nodes).recommended is nodes[0]
 
 
+@pytest.mark.usefixtures("in_forks")
 def test_a_plan_has_rows_along_the_scale_of_node_shards() -> None:
     """As one of 1,024 ranks, 8 per node: nothing whole fits, and what is in node shards crosses between nodes once."""
     cluster = Cluster(1024, memory=1)
@@ -277,15 +291,24 @@ def test_a_plan_has_rows_along_the_scale_of_node_shards() -> None:
     assert shown["recommended"] and shown["configuration"]["zerosync"] == in_shards
 
 
-def test_what_cannot_be_planned_is_named() -> None:
-    for change, found in (
-        ({"model": "nowhere_at_all:build"}, "'zerosync 2' failed.*nowhere_at_all"),
-        ({"model": "layer=2,hidden=8"}, "'layer=2'"), ({"optimizer": "Adamw"}, "'Adamw'"),
-        ({"model": f"{__name__}:fails_inside"}, "AttributeError.*nowhere"),
-        ({"model": f"{__name__}:not_finite"}, "gradients are not finite"),
-    ):  # fmt: skip
-        with pytest.raises(PlanError, match=found):
-            plan(dataclasses.replace(WORKLOAD, **change), Cluster(2), [OptionSet(ZEROSYNC, 2)])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"model": "nowhere_at_all:build"}, "nowhere_at_all"), ({"model": "layer=2,hidden=8"}, "'layer=2'"),
+        ({"optimizer": "Adamw"}, "'Adamw'"), ({"model": f"{__name__}:not_finite"}, "gradients are not finite"),
+    ],
+    ids=["module", "sizes", "optimizer", "batch"],
+)  # fmt: skip
+def test_what_cannot_be_replayed_is_named(change: dict[str, Any], found: str) -> None:
+    with pytest.raises(RanksFailed, match=found):
+        replayed(dataclasses.replace(WORKLOAD, **change), OptionSet(ZEROSYNC, 2))
+
+
+def test_the_command_names_the_option_set_whose_replay_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_instead(monkeypatch, planning)
+    done = command("plan", f"{__name__}:fails_inside", "--ranks", "2", "--stage", "2")
+    assert done.status == 1, done
+    assert re.search(r"The replay of '(stock|zerosync) 2.*' failed: AttributeError.*nowhere", done.stderr), done
 
 
 @pytest.mark.parametrize(
@@ -297,10 +320,13 @@ def test_what_cannot_be_planned_is_named() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_a_wrong_command_is_told_from_a_failed_replay(arguments: list[str], word: str) -> None:
-    done = CliRunner().invoke(app, ["plan", "layers=1,hidden=8,heads=1", *arguments], env={"COLUMNS": "200"})
-    assert done.exit_code == 2, done.output
-    assert word in " ".join(re.sub(r"[│╭╮╰╯─]", " ", click.unstyle(done.output)).split()), done.output
+def test_a_wrong_command_is_told_from_a_failed_replay(
+    arguments: list[str], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    done = command("plan", "layers=1,hidden=8,heads=1", *arguments)
+    assert done.status == 2, done
+    assert word in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split()), done
 
 
 def test_a_plan_is_a_table_and_a_configuration(tmp_path: Path) -> None:

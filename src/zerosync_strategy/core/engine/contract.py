@@ -21,7 +21,15 @@ from typing import Any
 
 
 class ContractError(RuntimeError):
-    """A library lacks an internal that a ZeroSync feature needs, or has changed it."""
+    """A library lacks an internal that a ZeroSync feature needs, or has changed it.
+
+    Attributes:
+        since: the first release of DeepSpeed that has it, if the installed one is older; else empty.
+    """
+
+    def __init__(self, message: str, since: str = "") -> None:
+        super().__init__(message)
+        self.since = since
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,8 @@ def need(internal: Internal, remedy: str) -> None:
     if not has(internal):
         raise ContractError(
             f"ZeroSync's {internal.feature} needs DeepSpeed {internal.since} or newer, the first with"
-            f" {internal.name!r}; found {release_of('deepspeed')}. Install a newer DeepSpeed, or {remedy}."
+            f" {internal.name!r}; found {release_of('deepspeed')}. Install a newer DeepSpeed, or {remedy}.",
+            internal.since,
         )
 
 

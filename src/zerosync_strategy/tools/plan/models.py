@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from importlib import import_module
@@ -24,8 +25,7 @@ _SIZES = {
 def build(workload: Workload) -> tuple[nn.Module, Any]:
     """Return the model in the workload's dtype, and one micro-batch: a mapping, or a tuple of positional arguments."""
     text = workload.model
-    is_function = ":" in text and not Path(text).exists()
-    made = imported(text)() if is_function else _of_transformers(text)
+    made = imported(text)() if _is_function(text) else _of_transformers(text)
     module, batch = made if isinstance(made, tuple) else (made, _batch_for(made, workload))
     batch = batch if isinstance(batch, (Mapping, tuple, list)) else (batch,)
     if workload.dtype == "bf16":
@@ -34,6 +34,17 @@ def build(workload: Workload) -> tuple[nn.Module, Any]:
             lambda each: each.bfloat16() if torch.is_tensor(each) and each.is_floating_point() else each, batch
         )
     return module, batch
+
+
+def preload(workload: Workload) -> None:
+    """Import what :func:`build` imports of transformers, for all forks of this process: it takes seconds.
+
+    A function of the user is left to the forks, because threads that its module starts do not survive one. So are
+    errors, which name the option set there.
+    """
+    if not _is_function(workload.model):
+        with contextlib.suppress(Exception), torch.device("meta"):
+            _of_transformers(workload.model)
 
 
 def imported(text: str) -> Any:
@@ -50,6 +61,10 @@ def loss_of(module: Any, batch: Any) -> torch.Tensor:
     while isinstance(output, (tuple, list)):
         output = output[0]
     return output if output.dim() == 0 else output.float().mean()
+
+
+def _is_function(text: str) -> bool:
+    return ":" in text and not Path(text).exists()
 
 
 def _of_transformers(text: str) -> nn.Module:

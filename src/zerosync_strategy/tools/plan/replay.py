@@ -33,7 +33,7 @@ from zerosync_strategy.core.optimizer.problems import kind_of
 from zerosync_strategy.core.options.config import BLOCK
 from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, Workload
 from zerosync_strategy.tools.plan.memory import NODE_SHARDS, Ledger
-from zerosync_strategy.tools.plan.models import build, imported, loss_of
+from zerosync_strategy.tools.plan.models import build, imported, loss_of, preload
 from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 from zerosync_strategy.tools.plan.skipped import SkippedCompute
 
@@ -50,6 +50,8 @@ def main(workload: Workload, cluster: Cluster, sets: Sequence[OptionSet], out: i
     prepare_cpu()
     for name in _IMPORTED_LATE:  # once for all forks: it takes seconds
         import_module(name)
+    preload(workload)
+    gc.freeze()  # so that no fork looks through, and copies, what is imported
     for index, options in enumerate(sets):
         if index >= (os.cpu_count() or 1):
             os.wait()

@@ -2,7 +2,7 @@
 
 In the folder ``tests`` of a checkout of Lightning, with this repository and its ``src`` on ``PYTHONPATH``::
 
-    FOREIGN_STRATEGY=zerosync_stage_2 pytest -p tests.foreign.lightning_suite tests_pytorch/loops
+    FOREIGN_STRATEGY=zerosync_stage_2 pytest -p trials.foreign.lightning_suite tests_pytorch/loops
 
 ``FOREIGN_STRATEGY=ddp`` shows what two ranks alone change, and ``stock_stage_2`` what DeepSpeed alone does. What each
 fit leaves in the parameters is noted, and `results` compares it with that of ``ddp``.
@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import tests.harness.warm  # noqa: F401  # imports once
-from tests.foreign.results import TIMEOUT, first_error, record
 from tests.harness.oracle import full_parameters
 from tests.harness.ranks import RanksError, RanksTimedOut, run_ranks
+from trials.foreign.results import TIMEOUT, first_error, record
 
 STRATEGY = os.environ.get("FOREIGN_STRATEGY", "zerosync_stage_2")
 WORLD = 2

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.matrix.environment import PACKAGES, ROOT
+from trials.matrix.environment import PACKAGES, ROOT
 
 FILE = ROOT / "docs" / "compatibility.md"
 

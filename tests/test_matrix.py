@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix.__main__ import changes, counts_in
-from tests.matrix.environment import PACKAGES, ROOT, Environment, InstallError
-from tests.matrix.rows import ROWS, Row
-from tests.matrix.table import MATRIX as table
+from trials.matrix.__main__ import changes, counts_in
+from trials.matrix.environment import PACKAGES, ROOT, Environment, InstallError
+from trials.matrix.rows import ROWS, Row
+from trials.matrix.table import MATRIX as table
 from zerosync_strategy.core.engine import contract
 
 

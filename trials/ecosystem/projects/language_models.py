@@ -8,7 +8,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from litgpt.utils import chunked_cross_entropy
 
-from tests.ecosystem.projects.data import loader
+from trials.ecosystem.projects.data import loader
 
 
 class Gpt(LightningModule):

@@ -8,7 +8,7 @@ from asteroid.losses import PITLossWrapper, pairwise_neg_sisdr
 from asteroid.models import ConvTasNet
 from pytorch_lightning import Trainer
 
-from tests.ecosystem.projects.data import loader
+from trials.ecosystem.projects.data import loader
 
 LIBRARY = "pytorch_lightning"
 PLAIN = "ddp_find_unused_parameters_true"  # the last block leads to no mask

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch_uncertainty.routines import ClassificationRoutine
 
-from tests.ecosystem.projects.data import loader
+from trials.ecosystem.projects.data import loader
 
 
 def fit(options: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Train a Lightning project's own model under DDP and on ZeroSync; print how far their weights are apart.
 
-python -m tests.ecosystem.fit PROJECT, in the environment of a row. ``projects/PROJECT.py`` has ``fit(options)``, which
+python -m trials.ecosystem.fit PROJECT, in the environment of a row. ``projects/PROJECT.py`` has ``fit(options)``, which
 makes a model and data of its project and trains it with a Trainer of these options; ``PLAIN`` is the strategy without
 ZeroSync, if it is not "ddp", and ``OPTIONS`` has what ZeroSyncStrategy takes beside stage 3. Ranks are forked from
 this process, which has imported it.
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from tests.ecosystem.runs import REPORT, ratios
 from tests.harness.ranks import RanksError, run_ranks
+from trials.ecosystem.runs import REPORT, ratios
 
 RANKS, STEPS, ACCUMULATION, SECONDS = 2, 4, 2, 300
 HERE = Path.cwd()  # ranks have folders of their own
@@ -25,7 +25,7 @@ PERSISTENT = 64  # elements: biases and norms persist, as in models of their usu
 
 
 def main() -> None:
-    project = importlib.import_module(f"tests.ecosystem.projects.{sys.argv[1]}")
+    project = importlib.import_module(f"trials.ecosystem.projects.{sys.argv[1]}")
     found: dict[str, Any] = {}
     before = after = {}
     sent: list[float] = []

@@ -3,7 +3,7 @@
 In the folder ``tests`` of a checkout of Accelerate, with this repository and its ``src`` on ``PYTHONPATH``, and
 ``parameterized`` installed::
 
-    pytest -p tests.foreign.accelerate_suite deepspeed
+    pytest -p trials.foreign.accelerate_suite deepspeed
 
 They run in one process, and what they fetch from the Hub is a tiny model of random weights. ``FOREIGN_STOCK=1`` leaves
 the plugin as it is.
@@ -19,7 +19,7 @@ import torch
 import transformers
 
 import tests.harness.warm  # noqa: F401  # imports once
-from tests.foreign.results import record
+from trials.foreign.results import record
 from zerosync_strategy import ZeroSyncPlugin, prepare_cpu
 
 ARM = "stock" if os.environ.get("FOREIGN_STOCK") else "zerosync"

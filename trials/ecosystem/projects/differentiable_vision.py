@@ -6,7 +6,7 @@ import kornia
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from tests.ecosystem.projects.data import loader
+from trials.ecosystem.projects.data import loader
 
 
 class Aligner(LightningModule):

@@ -1,8 +1,8 @@
 """Runs the tests with several releases of what the package depends on, one environment at a time on disk.
 
-python -m tests.matrix [ROW ...]     the rows, or all; their lines in docs/compatibility.md are made anew
-python -m tests.matrix --smoke       a few minutes of the oldest row, as CI runs them; no table
-python -m tests.matrix --canary      the newest of everything: what is newer than the tested, and whether it works
+python -m trials.matrix [ROW ...]     the rows, or all; their lines in docs/compatibility.md are made anew
+python -m trials.matrix --smoke       a few minutes of the oldest row, as CI runs them; no table
+python -m trials.matrix --canary      the newest of everything: what is newer than the tested, and whether it works
 
 Exits 1 if a test fails or an environment cannot be made.
 """
@@ -16,15 +16,15 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from tests.matrix.environment import PACKAGES, ROOT, Environment, InstallError
-from tests.matrix.rows import ALL, ROWS, SMOKE, Row
-from tests.matrix.table import MATRIX
+from trials.matrix.environment import PACKAGES, ROOT, Environment, InstallError
+from trials.matrix.rows import ALL, ROWS, SMOKE, Row
+from trials.matrix.table import MATRIX
 
 FOLDER = ROOT / ".matrix" / "row"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m trials.matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(row.name for row in ROWS))
     parser.add_argument("--smoke", action="store_true", help="a part of the oldest row")
     parser.add_argument("--canary", action="store_true", help="the newest release of everything")

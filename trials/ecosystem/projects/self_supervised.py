@@ -9,7 +9,7 @@ from lightly.models.modules import BYOLPredictionHead, SimSiamProjectionHead
 from lightly.models.utils import deactivate_requires_grad, update_momentum
 from lightning.pytorch import LightningModule, Trainer
 
-from tests.ecosystem.projects.data import loader
+from trials.ecosystem.projects.data import loader
 
 
 class Byol(LightningModule):

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from pytorch_metric_learning.losses import ArcFaceLoss, TripletMarginLoss
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 
-from tests.ecosystem.projects.data import loader
+from trials.ecosystem.projects.data import loader
 
 
 class Embedding(LightningModule):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.matrix.rows import Row
+from trials.matrix.rows import Row
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "deepspeed", "lightning", "accelerate", "transformers")

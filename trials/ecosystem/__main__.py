@@ -1,7 +1,7 @@
 """Trains with programs of others, without DeepSpeed and on ZeroSync, and compares their weights.
 
-python -m tests.ecosystem trainers [ROW ...]    commands of trainers; docs/compatibility.md has their lines
-python -m tests.ecosystem projects [ROW ...]    Lightning projects, likewise
+python -m trials.ecosystem trainers [ROW ...]    commands of trainers; docs/compatibility.md has their lines
+python -m trials.ecosystem projects [ROW ...]    Lightning projects, likewise
 
 Without rows it runs all. Exits 1 if a program fails, if its weights differ, or if an environment cannot be made.
 """
@@ -14,11 +14,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from tests.ecosystem import runs, trainers
-from tests.ecosystem.environment import FOLDER, ROOT, Environment, InstallError
-from tests.ecosystem.projects import rows as projects
-from tests.ecosystem.runs import STAGES, Outcome
-from tests.matrix.table import Table
+from trials.ecosystem import runs, trainers
+from trials.ecosystem.environment import FOLDER, ROOT, Environment, InstallError
+from trials.ecosystem.projects import rows as projects
+from trials.ecosystem.runs import STAGES, Outcome
+from trials.matrix.table import Table
 
 _MEASURED = ["moved", *(f"stage {stage}" for stage in STAGES), "sent"]
 _ALIGNED = [":---", ":---", *["---:"] * len(_MEASURED), ":---"]
@@ -34,11 +34,11 @@ PROJECTS = Table(
     ["project", "releases", *_MEASURED, "date"],
     _ALIGNED,
 )
-MATERIAL = ROOT / "tests" / "ecosystem"
+MATERIAL = ROOT / "trials" / "ecosystem"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.ecosystem", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m trials.ecosystem", description=__doc__.partition("\n")[0])
     parser.add_argument("kind", choices=["trainers", "projects"])
     parser.add_argument("rows", nargs="*", metavar="ROW")
     parser.add_argument("--only", default="", metavar="PATTERN", help="of the trainers, commands like this")
@@ -84,7 +84,7 @@ def run_project(row: projects.Project) -> int:
     log = environment.folder / "log.txt"
     variables = {**environment.variables, **runs.quiet(environment.folder), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     with log.open("w") as file:
-        command = [environment.python, "-m", "tests.ecosystem.fit", row.module]
+        command = [environment.python, "-m", "trials.ecosystem.fit", row.module]
         subprocess.run(command, cwd=environment.folder, env=variables, stdout=file, stderr=subprocess.STDOUT)
     print(f"  log in {log}", flush=True)
     lines = log.read_text().splitlines()

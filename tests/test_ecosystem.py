@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.ecosystem import environment, runs, trainers
-from tests.ecosystem.__main__ import PROJECTS, TRAINERS
-from tests.ecosystem.projects import rows as projects
-from tests.matrix.table import FILE
+from trials.ecosystem import environment, runs, trainers
+from trials.ecosystem.__main__ import PROJECTS, TRAINERS
+from trials.ecosystem.projects import rows as projects
+from trials.matrix.table import FILE
 
 
 def program(*values: float, ratio: float = 1.01) -> runs.Program:
@@ -23,13 +23,13 @@ def program(*values: float, ratio: float = 1.01) -> runs.Program:
     def command(case: runs.Case) -> list[str]:
         value = values[(0, 2, 3).index(case.stage)]
         lines = [
-            "import os, sys, torch", "from safetensors.torch import save_file", "from pathlib import Path",
+            "import os, sys, numpy", "from safetensors.numpy import save_file", "from pathlib import Path",  # not torch
             "if sys.argv[2] == 'nan': raise ValueError('not this one')",
             "Path(sys.argv[1]).mkdir()",
             "report = Path(os.environ.get('ZEROSYNC_REPORT', '1:/dev/null').partition(':')[2])",
             "said = 'step {}: 2 backwards, 1 reduction; sent 1 kB, {:.3f} x the minimum; beside it 1 kB for others'",
             f"report.write_text('\\n'.join([said.format(1, 9.0), said.format(2, {ratio})]))",
-            "save_file({'w': torch.full((2,), float(sys.argv[2]))}, sys.argv[1] + '/w.safetensors')",
+            "save_file({'w': numpy.full(2, float(sys.argv[2]), 'float32')}, sys.argv[1] + '/w.safetensors')",
         ]  # fmt: skip
         script = case.write("program.py", "\n".join(lines))
         return ["SOME=1", "python", script, str(case.out), str(value)]

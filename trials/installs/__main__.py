@@ -1,6 +1,6 @@
 """Installs what `make dist` has built, with each extra and Python in an environment of its own, and trains there.
 
-python -m tests.installs [WORD ...]   all, or those that are of these words: 3.12, wheel, sdist, accelerate ...
+python -m trials.installs [WORD ...]   all, or those that are of these words: 3.12, wheel, sdist, accelerate ...
 
 A program is one of docs/code, in a folder without the repository, so that nothing but what is installed is found. Each
 writes its line in docs/compatibility.md. Exits 1 if something cannot be installed, or does not train.
@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.matrix.environment import ROOT, InstallError, interpreter
-from tests.matrix.table import Table
+from trials.matrix.environment import ROOT, InstallError, interpreter
+from trials.matrix.table import Table
 
 KINDS = {"wheel": "*.whl", "sdist": "*.tar.gz"}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.ecosystem.runs import SAME, Case, Program
+from trials.ecosystem.runs import SAME, Case, Program
 
 SCRIPTS = Path(__file__).parent / "scripts"
 STEPS, ACCUMULATION, RATE, RANKS = 4, 2, 1e-3, 2

@@ -2,7 +2,7 @@
 
 In the folder ``tests`` of a checkout of DeepSpeed, with this repository and its ``src`` on ``PYTHONPATH``::
 
-    pytest -p tests.foreign.deepspeed_suite unit/runtime/zero
+    pytest -p trials.foreign.deepspeed_suite unit/runtime/zero
 
 ``FOREIGN_STOCK=1`` attaches nothing, and shows what fails on these devices in any case.
 """
@@ -18,9 +18,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import tests.harness.warm  # noqa: F401  # imports once
-from tests.foreign.results import TIMEOUT, first_error, record
 from tests.harness.engines import start
 from tests.harness.ranks import RanksError, RanksTimedOut, run_ranks
+from trials.foreign.results import TIMEOUT, first_error, record
 from zerosync_strategy import attach, prepare_cpu
 
 ARM = "stock" if os.environ.get("FOREIGN_STOCK") else "attached"
