@@ -60,7 +60,7 @@ ON_STAGE_3 = {
 """What stands in the place of a station on stage 3; ``None``: nothing, modules gather parameters when they run."""
 
 UNIT = (
-    Station("attached/sharded.py", "ShardedParameters.forward", "engine(batch): a forward begins", "forward"),
+    Station("attached/sharded.py", "ShardedStage.forward", "engine(batch): a forward begins", "forward"),
     Station("params/unit_hooks.py", "UnitHooks._forward_begins", "the forward of a unit begins", "forward"),
     Station("params/unit_hooks.py", "UnitHooks._fetch", "the unit needs its parameters", "gather"),
     Station("params/scheduler.py", "GatherScheduler.issue", "what is sharded is gathered in one order (U1)", "gather"),
@@ -74,9 +74,9 @@ UNIT = (
     Station("params/unit_hooks.py", "UnitHooks._backward_comes", "the backward comes: it is gathered again",
             "backward"),
     Station("params/unit_hooks.py", "UnitHooks._leave", "the backward has left it: it is resharded", "backward"),
-    Station("attached/sharded.py", "ShardedParameters.pass_issued", "ranks compare what they gathered (W4)",
+    Station("attached/sharded.py", "ShardedStage.pass_issued", "ranks compare what they gathered (W4)",
             "the step"),
-    Station("attached/sharded.py", "ShardedParameters.release", "what was held is resharded", "the step"),
+    Station("attached/sharded.py", "ShardedStage.release", "what was held is resharded", "the step"),
     Station("params/of_module.py", "ModuleParameters.written", "the shards are stepped, copies are old", "the step"),
 )  # fmt: skip
 """Of a unit of ZeRO-3 that is not held, in the same."""
@@ -87,7 +87,7 @@ OPTION = (
     Station("options/config.py", "ZeroSyncConfig.__post_init__", "its value is checked", "attach()"),
     Station("failures/agreement.py", "require_same", "all ranks have the same options (W4)", "attach()"),
     Station("attached/engine.py", "AttachedEngine.__init__", "the parts are made, with the options", "attach()"),
-    Station("attached/flat.py", "FlatParameters.check_options", "what the stage cannot do raises", "attach()"),
+    Station("attached/flat.py", "FlatStage.check_options", "what the stage cannot do raises", "attach()"),
     Station("gradients/reducer.py", "Reducer.__init__", "one of the parts reads it", "attach()"),
     Station("gradients/buckets.py", "choose_buckets", "each bucket notes where its gradients stay", "attach()"),
     Station("attached/engine.py", "AttachedEngine.begin", "overrides and hooks are on the engine", "attach()"),

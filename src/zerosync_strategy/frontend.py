@@ -220,7 +220,7 @@ def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> 
     """
     if zero.stage(zerosyncs[0].engine) == 3:
         for zerosync in zerosyncs[1:]:
-            of_stage_3: Any = zerosync._attached.parameters
+            of_stage_3: Any = zerosync._attached.stage
             of_stage_3.release()  # DeepSpeed makes the first one do so
     trained = {param for zerosync in zerosyncs for param in zerosync.parameters}
     return requiring_grad([param for param in module.parameters() if param not in trained], False)

@@ -76,7 +76,7 @@ class Counted:
             ours = self.attached.parts.reducer.local.now
             if self.attached.weights.scheduler is not None:
                 ours += self.attached.weights.scheduler.issuing.unsharded.now
-                if (shards := self.attached.parameters.cache.plan.node_shards) is not None:
+                if (shards := self.attached.stage.cache.plan.node_shards) is not None:
                     ours += shards.now
         self.most = max(self.most, BASE + self.activations + ours)
         return BASE + self.activations + ours

@@ -213,7 +213,7 @@ def test_what_is_gathered_goes_with_its_last_claim(backend: str) -> None:
             engine.compile(backend=backend)
             second.compile(backend=backend)
         gc.freeze()  # what was there before is not looked through each time
-        unsharded = attached_of(zerosync).parameters.scheduler.issuing.unsharded
+        unsharded = attached_of(zerosync).stage.scheduler.issuing.unsharded
         plain = Readers()
         mirror = Oracle(plain, adamw(plain))
 
@@ -345,9 +345,9 @@ def test_modules_inside_a_leaf_of_zero_3_read_their_parameters_themselves() -> N
             loss = engine(x).square().mean()
             assert gathered(engine) == []
             until = time.monotonic() + 5
-            while attached_of(zerosync).parameters.scheduler.issuing.unsharded.now and time.monotonic() < until:
+            while attached_of(zerosync).stage.scheduler.issuing.unsharded.now and time.monotonic() < until:
                 time.sleep(0.01)  # as above
-            assert attached_of(zerosync).parameters.scheduler.issuing.unsharded.now == 0  # the backward gathers anew
+            assert attached_of(zerosync).stage.scheduler.issuing.unsharded.now == 0  # the backward gathers anew
             engine.backward(loss)
             engine.step()
             mirror.backward(lambda _: plain(x).square().mean())
@@ -469,7 +469,7 @@ def test_gathered_bytes_stay_within_the_claims(backend: str) -> None:
     def run(until_the_end: bool) -> list[int]:
         engine = make_engine(Mixed(), stage3_prefetch_bucket_size=0)
         zerosync, kept = attach(engine), []
-        unsharded = attached_of(zerosync).parameters.scheduler.issuing.unsharded
+        unsharded = attached_of(zerosync).stage.scheduler.issuing.unsharded
         free_with = unsharded.free_with
         if until_the_end:  # the other policy: what was read stays until the end of the backward
             unsharded.free_with = lambda full, size: (free_with(full, size), kept.append(full))
@@ -504,9 +504,9 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(backend: str, tmp_path:
         for _ in range(20):
             train(engine, forward, 1)
             until = time.monotonic() + 5
-            while attached_of(zerosync).parameters.scheduler.issuing.unsharded.now and time.monotonic() < until:
+            while attached_of(zerosync).stage.scheduler.issuing.unsharded.now and time.monotonic() < until:
                 time.sleep(0.01)  # as above
-            assert attached_of(zerosync).parameters.scheduler.issuing.unsharded.now == 0
+            assert attached_of(zerosync).stage.scheduler.issuing.unsharded.now == 0
             assert gathered(engine) == []
 
     run_ranks(run, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, timeout=280)

@@ -142,7 +142,7 @@ def test_memory_is_bounded_by_buckets(consumed: str) -> None:
         net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(20)))
         messages.WITHIN_HOST = messages.NATIVE = messages.Messages(2 * 4 * 256 * 256, 2)
         zerosync = attach(engine_of(net))
-        counted = attached_of(zerosync).parameters.scheduler.issuing.unsharded
+        counted = attached_of(zerosync).stage.scheduler.issuing.unsharded
         before = counted.now
         kept = [tensor for _, tensor in zerosync.full_weights() if consumed == "kept"]
         peak, after = counted.peak - before, counted.now - before

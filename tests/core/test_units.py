@@ -112,7 +112,7 @@ def test_any_program_is_that_of_plain_torch(place: str, recomputed: str) -> None
         oracle = Oracle(plain, sgd(plain))
         engine = make_engine(net, sgd(net), 3, SHARDED | zero)
         zerosync = attach(engine, **options)
-        assert attached_of(zerosync).parameters.units.counts.total() == 5
+        assert attached_of(zerosync).stage.units.counts.total() == 5
         for step, how in enumerate(PROGRAM):
             for _ in range(2):
                 engine.backward(engine(words(step, rank()), *how))
@@ -420,7 +420,7 @@ class Says(Net):
 
 def named(net: nn.Module, options: dict[str, Any], zero: dict[str, Any]) -> list[str]:
     engine = make_engine(net, sgd(net), 3, SHARDED | zero)
-    units = attached_of(attach(engine, **options)).parameters.units
+    units = attached_of(attach(engine, **options)).stage.units
     wholes = [each.module for each in units.every if each.params and type(each.module).__name__ in units.counts]
     found = [name for name, module in net.named_modules() if module in wholes]
     assert units.counts.total() == len(found)

@@ -123,7 +123,7 @@ def test_streams_are_made_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     def run(sharing: str) -> int:
         with simulate() as simulation:
             engine = train(simulation, sharing, steps=1)
-            groups = attached_of(engine._zerosync).parameters.scheduler.groups
+            groups = attached_of(engine._zerosync).stage.scheduler.groups
             before = [groups[param.ds_process_group].stream for param in engine.module.parameters()]
             engine.backward(engine(data(0, int(os.environ["RANK"]))))
             engine.step()

@@ -43,9 +43,9 @@ def before_save(attached: AttachedEngine) -> None:
     if attached.parts.engine.global_rank == 0:
         attached.parts.window.warn_if_open("save_checkpoint() was called")
     attached.guard_states()
-    attached.weights.before_save()
-    with attached.weights.as_they_are():
-        attached.weights.adopt_edits()  # a resumed run starts from the master weights
+    attached.stage.before_save()
+    with attached.stage.as_they_are():
+        attached.stage.adopt_edits()  # a resumed run starts from the master weights
 
 
 @contextmanager
@@ -214,9 +214,9 @@ def checkpointing(attached: AttachedEngine, what: str, stock: bool = True) -> It
     apart, trained = attached.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
     with apart, attached.activity(f"the attempt to {what}"), trained:
         if stock:
-            attached.weights.in_stock_layout()
+            attached.stage.in_stock_layout()
         else:
-            attached.weights.in_step_layout()
-        with attached.weights.as_they_are():
-            attached.weights.release_held()
+            attached.stage.in_step_layout()
+        with attached.stage.as_they_are():
+            attached.stage.release_held()
             yield

@@ -244,7 +244,7 @@ class Contents:
 
     def give(self) -> None:
         """Give all ranks the parameters of the master weights that were read. Collective."""
-        self._attached.weights.take_masters(self._untrained.values())
+        self._attached.stage.take_masters(self._untrained.values())
 
     def _want_states(self, reader: AnyReader, wanted: dict[Key, list[Piece]]) -> dict[Any, dict[str, Any]]:
         """Add the states by element to ``wanted``, in memory for them; return the others, by parameter."""

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.bound import bounded
 from zerosync_strategy.core.attached.by_name import StatesByName
-from zerosync_strategy.core.attached.flat import FlatParameters, FlatWeights
+from zerosync_strategy.core.attached.flat import FlatStage
 from zerosync_strategy.core.attached.guards import Guards
 from zerosync_strategy.core.attached.meter import StepMeter, label_of
-from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
-from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
+from zerosync_strategy.core.attached.sharded import ShardedStage
+from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.checkpoints.background import step_begins, wait_for_save
@@ -42,15 +42,10 @@ from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.edits import MasterWeights
-from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
 from zerosync_strategy.core.optimizer.guarded import guard_states, unguard_states
-from zerosync_strategy.core.optimizer.masters import Masters, ShardMasters
-from zerosync_strategy.core.optimizer.pending import FlatPendingGradients, PendingGradients
-from zerosync_strategy.core.optimizer.stepper import Stepper
-from zerosync_strategy.core.optimizer.whole import OwnedStepper, WholeStepper
+from zerosync_strategy.core.optimizer.whole import WholeStepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import let_average
-from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.report import size_text
 
 _numbers = itertools.count()
@@ -67,21 +62,13 @@ class AttachedEngine:
     Attributes:
         all: the attached engines of this process; ``number`` grows in the order in which they were attached.
         parts: the parts that all others use.
-        weights: the parameters, for saves, loads and edits.
-        parameters: what the stage does with parameters in training.
-        masters: the master weights that this rank steps.
-        stepper: makes the step of the torch optimizer.
+        stage: what the ZeRO stage does with parameters; it has ``masters``, ``stepper`` and ``pending``.
         by_name: saves and loads the optimizer's states by name; ``None``: they are by element.
         guards: raise on illegal calls.
         meter: measures each step, and adjusts automatic budgets.
     """
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
-    masters: Masters
-    weights: Weights
-    parameters: Parameters
-    stepper: Stepper
-    pending: PendingGradients
 
     def __init__(self, engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
         _check_options(engine, config, whole)
@@ -96,43 +83,30 @@ class AttachedEngine:
         counter = SentCounter(topology.between)
         of_stage: Any = PerParamShards if zero.stage(engine) == 3 else FlatShards
         shards = of_stage(engine, config, topology, counter, whole)
-        reducer = Reducer(shards, config, names, messages, lambda: self.parameters.first_uses())
+        reducer = Reducer(shards, config, names, messages, lambda: self.stage.first_uses())
         changes = LocalChanges(reducer.params, names)
         last = LastBackward(config.overlap_last, engine.gradient_accumulation_steps())
         if not shards.computes_norm and zero.stage(engine) < 3:
             last.expect_none()  # where DeepSpeed computes no norm, the host waits for nothing
         window = Window(reducer, last, self.activity, self._backward_begins, changes)
         compilation.keep_out_of_graphs(window.added)
-        edits, pending = MasterWeights(shards.streams), (engine, reducer, window, self.activity, self.apart)
-        statistics = RunningStatistics(engine.module, group, counter)
-        of_all = (edits, statistics, counter, HostCopies(), self.activity)
-        self.parts = parts = Parts(engine, config, names, reducer, window, *of_all)
-        of_module = None
+        self.parts = parts = Parts(
+            engine, config, names, reducer, window, MasterWeights(shards.streams),
+            RunningStatistics(engine.module, group, counter), counter, HostCopies(), self.activity, self.apart,
+        )  # fmt: skip
+        self.stage: Stage
         if isinstance(shards, PerParamShards):
-            self.masters = masters = ShardMasters(
-                shards
-            )  # the stepper is made first: it may raise, before the module is changed
-            of_whole = (reducer, shards, masters, edits.digest)
-            self.stepper = ExchangedStepper(*of_whole) if whole else Stepper(shards, masters)
-            if config.eager_frames:
-                compilation.unwrap_compiled(engine)
-            of_module = ModuleParameters.of(engine, config, shards.streams, messages, topology, _is_constant)
-            self.weights = sharded = ShardedWeights(parts, of_module)
-            self.parameters = ShardedParameters(parts, sharded, of_module)
-            self.pending = PendingGradients(*pending)
+            self.stage = ShardedStage(parts, shards, whole, messages, topology, _is_constant)
         else:
-            self.weights = flat = FlatWeights(parts, shards)
-            self.masters = flat.masters
-            self.parameters = FlatParameters(parts, flat, shards.optimizer)
-            owned = OwnedStepper(shards, flat.masters) if whole else None
-            self.stepper = owned or Stepper(shards, flat.masters)
-            self.pending = FlatPendingGradients(*pending, states=flat.states, whole=owned)
+            self.stage = FlatStage(parts, shards, whole)
+        stage = self.stage
+        self.masters, self.stepper, self.pending = stage.masters, stage.stepper, stage.pending
         self.by_name = None
         if isinstance(self.stepper, WholeStepper):
             self.by_name = StatesByName(engine, self.stepper, names)
-        budgets = automatic_budgets(engine, config, reducer, of_module)
+        budgets = automatic_budgets(engine, config, reducer, stage.of_module)
         printed = reports if dist.get_rank() == 0 else None
-        self.meter = StepMeter(parts, of_module, budgets, printed, lambda: label_of(self, self.all))
+        self.meter = StepMeter(parts, stage.of_module, budgets, printed, lambda: label_of(self, self.all))
         self.guards = Guards(parts)
         self._compiled: CompiledGradients | None = None  # set when DeepCompile compiles this engine
         self._undo = ExitStack()  # undoes :meth:`begin`, last things first
@@ -159,7 +133,7 @@ class AttachedEngine:
             undo(fragments.release, parts.reducer.params)
             parts.reducer.attach(lambda gradient: partial(parts.window.added, gradient))
             undo(parts.reducer.detach)
-            undo(self.parameters.detach)
+            undo(self.stage.detach)
             stack.enter_context(zero.time_by_the_host(engine))
             undo(self.pending.restore_clip_norm)
             AttachedEngine.all.add(self)
@@ -187,22 +161,22 @@ class AttachedEngine:
                 " Leave it attached, or build the engine anew."
             )
         wait_for_save()
-        self.weights.in_stock_layout()
+        self.stage.in_stock_layout()
         self._undo.close()
-        self.parameters.detached(destroyed=False)
+        self.stage.detached(destroyed=False)
 
     def destroyed(self) -> None:
         """Detach and drop the window, because the engine is about to be destroyed."""
         wait_for_save()
         self.parts.window.abort("the engine was destroyed")
         self._undo.close()
-        self.parameters.detached(destroyed=True)
+        self.stage.detached(destroyed=True)
 
     def summary(self) -> str:
         """Return what a step will send with these options, and what is held, in one line."""
         gradients = size_text(self.parts.reducer.gradients_floor().nbytes)
         once = "once" if self.parts.config.gradients.keeps_any else "after each backward"
-        parameters = self.parameters.sends(self.meter.all_once.nbytes)
+        parameters = self.stage.sends(self.meter.all_once.nbytes)
         return f"each step, a rank sends {gradients} of gradients {once}, and {parameters}"
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -210,7 +184,7 @@ class AttachedEngine:
     @contextmanager
     def backward(self, is_last: bool | None) -> Iterator[None]:
         """Around ``engine.backward``; ``is_last``: by DeepSpeed's own accumulation; ``None``: it does not say."""
-        with self.parameters.backward():
+        with self.stage.backward():
             if is_last is not None:
                 self.parts.window.expect_last(is_last)
             with self.activity(Doing.BACKWARD), self.parts.window.engine_backward():
@@ -218,18 +192,18 @@ class AttachedEngine:
 
     def graph_begins(self) -> None:
         self.guards.check_inference("backward()")
-        with self.weights.as_they_are():
+        with self.stage.as_they_are():
             trains = self.guards.trains(
                 param for attached in AttachedEngine.all for param in attached.parts.reducer.params
             )
-            self.parameters.graph_begins()
+            self.stage.graph_begins()
         self.meter.forward_ended()
         if trains:  # else the loss passes through to other engines
             self.parts.window.enter_graph()
 
     def _backward_begins(self, opens: bool) -> None:
         self.stepper.backward_begins(opens)
-        self.parameters.backward_begins()
+        self.stage.backward_begins()
 
     def zero_grad(self) -> None:
         self.pending.dropped()
@@ -246,23 +220,23 @@ class AttachedEngine:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
-        parameters, weights, window = self.parameters, self.weights, self.parts.window
+        stage, window = self.stage, self.parts.window
         step_begins()
         self.guard_states()
-        with self.activity(Doing.STEP), weights.as_they_are():
+        with self.activity(Doing.STEP), stage.as_they_are():
             if window.state is not WindowState.CLOSED:
                 self.guards.check_every_gradient()
-            with self.activity(Doing.REDUCTION), window.closing(parameters.pass_issued):
+            with self.activity(Doing.REDUCTION), window.closing(stage.pass_issued):
                 self.guards.window_closed()
                 self.meter.step_begins()
-                parameters.before_update()
+                stage.before_update()
             try:
-                with phase("step"), parameters.updating(), self.stepper.stepping():
+                with phase("step"), stage.updating(), self.stepper.stepping():
                     yield
             finally:
                 self.pending.restore_clip_norm()
-                weights.written(by_step=True)
-            parameters.after_update()
+                stage.written(by_step=True)
+            stage.after_update()
             self.parts.statistics.share()
             self.meter.step_done()
 
@@ -273,9 +247,9 @@ class AttachedEngine:
             return
         call = f"optimizer.{mode}()"
         self.guards.check_inference(call)
-        with self.apart("exchanged weights"), self.activity(call), self.weights.as_they_are():
-            self.weights.change_masters(lambda: self.stepper.change(switch))
-            self.weights.written(by_step=False)
+        with self.apart("exchanged weights"), self.activity(call), self.stage.as_they_are():
+            self.stage.change_masters(lambda: self.stepper.change(switch))
+            self.stage.written(by_step=False)
         self.stepper.mode = mode
 
     def states_loaded(self) -> None:
@@ -284,7 +258,7 @@ class AttachedEngine:
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         self.stepper.mode = ""
         self.guard_states()
-        self.weights.written(by_step=False)
+        self.stage.written(by_step=False)
 
     # ---- other calls of a program --------------------------------------------------------------------------------
 
@@ -294,7 +268,7 @@ class AttachedEngine:
         if self.guards.infers:
             yield
             return
-        with replaced(self.guards, "infers", True), self.parameters.gathered():
+        with replaced(self.guards, "infers", True), self.stage.gathered():
             yield
 
     def compiling(self) -> AbstractContextManager[None]:
@@ -307,19 +281,19 @@ class AttachedEngine:
         optimizer = self.parts.engine.optimizer
         gradients = {compilation.deepcompile_id(optimizer, each.param): each for each in self.parts.reducer.gradients}
         self._compiled = CompiledGradients(gradients, self.parts.window.add)
-        self.parameters.compiling()
+        self.stage.compiling()
         self.meter.compiling()
         return self._compiled.compiling()
 
     def node_shards(self) -> list[torch.Tensor]:
         """Return the present node shards of gradients and parameters."""
         gradients = [shard for bucket in self.parts.reducer.buckets for shard in bucket.node_shard.values()]
-        return gradients + self.weights.node_shards()
+        return gradients + self.stage.node_shards()
 
     @contextmanager
     def apart(self, section: str) -> Iterator[None]:
         """Around what is not part of a step: its traffic counts for the outermost ``section``."""
-        with self.parameters.reading(), self.parts.counter.apart(section):
+        with self.stage.reading(), self.parts.counter.apart(section):
             yield
 
     def activity(self, what: object) -> AbstractContextManager[None]:
@@ -337,7 +311,7 @@ def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
     if config.checkpoint_format == "distributed":
         check_distributed(engine)
     check_limit(engine.device, config)
-    (ShardedParameters if zero.stage(engine) == 3 else FlatParameters).check_options(engine, config)
+    (ShardedStage if zero.stage(engine) == 3 else FlatStage).check_options(engine, config)
     check_backends(zero.process_groups(engine), engine.device)
 
 

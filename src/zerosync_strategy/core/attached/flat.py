@@ -6,73 +6,36 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
+from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.optimizer.edits import WeightPair, restore_flat_parameters
 from zerosync_strategy.core.optimizer.masters import FlatMasters, StripedStates
+from zerosync_strategy.core.optimizer.pending import FlatPendingGradients
+from zerosync_strategy.core.optimizer.stepper import Stepper
+from zerosync_strategy.core.optimizer.whole import OwnedStepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.report import size_text
 
 
-class FlatWeights(Weights):
-    """The weights of stages 1 and 2: full parameters on each rank, and the master weights of its stripes.
+class FlatStage(Stage):
+    """Stages 1 and 2: full parameters on each rank, in flat buffers, and the master weights of its stripes.
 
     Attributes:
-        masters: the master weights that the optimizer steps.
         states: of the optimizer.
     """
 
-    def __init__(self, parts: Parts, shards: FlatShards) -> None:
-        self._edits, self._names, self._shards = parts.edits, parts.names, shards
+    masters: FlatMasters
+
+    def __init__(self, parts: Parts, shards: FlatShards, whole: bool) -> None:
+        self._parts, self._shards, self._optimizer = parts, shards, shards.optimizer
         self.masters = FlatMasters(shards, lambda: parts.reducer.pipeline.windows_closed)
         self.states = StripedStates(shards)
+        owned = OwnedStepper(shards, self.masters) if whole else None
+        self.stepper = owned or Stepper(shards, self.masters)
+        self.pending = FlatPendingGradients(*parts.of_pending, states=self.states, whole=owned)
         self._times_written = 0  # by steps and checkpoints
-
-    def written(self, by_step: bool) -> None:
-        self._times_written += 1
-
-    def version(self) -> int:
-        return self._times_written
-
-    def adopt_edits(self) -> None:
-        restore_flat_parameters(self._shards.optimizer, self._shards.groups, self._names)
-        self._edits.adopt(self._stepped())
-
-    def have_stepped(self) -> None:
-        """Note that parameters equal the master weights now; later differences are edits."""
-        self._edits.stepped(self._stepped())
-
-    def change_masters(self, change: Callable[[], None]) -> None:
-        self.states.to_stripes()
-        self.adopt_edits()
-        change()
-        self.take_masters(())
-
-    def take_masters(self, others: Iterable[Any]) -> None:
-        self.masters.give_changed()
-        self.have_stepped()
-
-    def _stepped(self) -> Iterator[WeightPair]:
-        optimizer = self._shards.optimizer
-        for group, layout in zip(self._shards.groups, self._shards.layouts, strict=True):
-            flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
-            for own in self.states.slices(layout):
-                yield flat[own.start : own.stop], master.narrow(0, own.offset, own.stop - own.start)
-
-    def in_step_layout(self) -> None:
-        self.states.to_stripes()
-
-    def in_stock_layout(self) -> None:
-        self.states.to_stock()
-
-
-class FlatParameters(Parameters):
-    """Parameters in the flat buffers of stages 1 and 2."""
-
-    def __init__(self, parts: Parts, weights: FlatWeights, optimizer: Any) -> None:
-        self._parts, self._weights, self._optimizer = parts, weights, optimizer
 
     @staticmethod
     def check_options(engine: Any, config: ZeroSyncConfig) -> None:
@@ -98,25 +61,64 @@ class FlatParameters(Parameters):
         return self._parts.activity(Doing.FORWARD)
 
     def before_update(self) -> None:
-        self._weights.masters.forget_gathers()
+        self.masters.forget_gathers()
         with self._parts.counter.apart("checkpoints"):  # these have left the states in DeepSpeed's layout
-            self._weights.states.to_stripes()
-        self._weights.adopt_edits()
+            self.states.to_stripes()
+        self.adopt_edits()
         if zero.offloads(self._optimizer):
             self._parts.reducer.norm()  # the host waits for it, and so for its copies of the gradients
 
     @contextmanager
     def gather_after_step(self) -> Iterator[None]:
         try:
-            with zero12.parameter_gather(self._optimizer, self._weights.masters.give):
+            with zero12.parameter_gather(self._optimizer, self.masters.give):
                 yield
         except BaseException:
-            self._weights.masters.join_gathers()
+            self.masters.join_gathers()
             raise
 
     def after_update(self) -> None:
-        self._weights.states.check()
-        self._weights.have_stepped()
+        self.states.check()
+        self._equal_masters()
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def written(self, by_step: bool) -> None:
+        self._times_written += 1
+
+    def version(self) -> int:
+        return self._times_written
+
+    def adopt_edits(self) -> None:
+        restore_flat_parameters(self._shards.optimizer, self._shards.groups, self._parts.names)
+        self._parts.edits.adopt(self._stepped())
+
+    def change_masters(self, change: Callable[[], None]) -> None:
+        self.states.to_stripes()
+        self.adopt_edits()
+        change()
+        self.take_masters(())
+
+    def take_masters(self, others: Iterable[Any]) -> None:
+        self.masters.give_changed()
+        self._equal_masters()
+
+    def _equal_masters(self) -> None:
+        """Note that parameters equal the master weights now; later differences are edits."""
+        self._parts.edits.stepped(self._stepped())
+
+    def _stepped(self) -> Iterator[WeightPair]:
+        optimizer = self._shards.optimizer
+        for group, layout in zip(self._shards.groups, self._shards.layouts, strict=True):
+            flat, master = zero12.flat_parameters(optimizer, group.index), zero12.master(optimizer, group.index).data
+            for own in self.states.slices(layout):
+                yield flat[own.start : own.stop], master.narrow(0, own.offset, own.stop - own.start)
+
+    def in_step_layout(self) -> None:
+        self.states.to_stripes()
+
+    def in_stock_layout(self) -> None:
+        self.states.to_stock()
 
     def sends(self, nbytes: int) -> str:
         return f"{size_text(nbytes)} of parameters once"

@@ -44,7 +44,7 @@ class FullWeights:
             )
         self.module = own if module is None else module
         self._attached, self._dtype = attached, dtype
-        scheduler = self._scheduler = attached.weights.scheduler
+        scheduler = self._scheduler = attached.stage.scheduler
         self._names: dict[Any, list[str]] = {}  # of each tensor; several if it is tied
         entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
         for name, tensor in entries.items():
@@ -76,7 +76,7 @@ class FullWeights:
         ``RankError``: other ranks did not take part. ``RuntimeError``: an optimizer step or a checkpoint has changed
         the weights since the first tensor.
         """
-        version = self._attached.weights.version()
+        version = self._attached.stage.version()
         for run in self._runs:
             self._check(version)
             assert self._scheduler is not None
@@ -100,7 +100,7 @@ class FullWeights:
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def _check(self, version: int) -> None:
-        if self._attached.weights.version() != version:
+        if self._attached.stage.version() != version:
             raise RuntimeError(
                 "full_weights() found that an optimizer step or a checkpoint has changed the weights since its first"
                 " tensor, so that the rest would be of another model. Take all of them before it."

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
-from zerosync_strategy.core.attached.parameters import Parts
+from zerosync_strategy.core.attached.stage import Parts
 from zerosync_strategy.core.engine import zero
 
 

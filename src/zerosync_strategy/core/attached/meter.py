@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.announcement import PrintedReports
-from zerosync_strategy.core.attached.parameters import Parts
+from zerosync_strategy.core.attached.stage import Parts
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.failures.doing import Cause, Departure

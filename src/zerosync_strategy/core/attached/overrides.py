@@ -31,7 +31,7 @@ class EngineOverrides(ModeOverrides):
         return self._zerosync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync_attached.parameters.forward():
+        with self._zerosync_attached.stage.forward():
             return super().forward(*args, **kwargs)
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,18 +204,18 @@ class ZeroSwitchOverrides:
 class Stage12Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-1 and ZeRO-2."""
 
-    _zerosync_attached: Any  # whose parameters are FlatParameters
+    _zerosync_attached: Any  # whose stage is a FlatStage
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync_attached.parameters.gather_after_step():
+        with self._zerosync_attached.stage.gather_after_step():
             return super().step(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._zerosync_attached.weights.in_stock_layout()
+        self._zerosync_attached.stage.in_stock_layout()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._zerosync_attached.weights.in_stock_layout()
+        self._zerosync_attached.stage.in_stock_layout()
         return super().load_state_dict(*args, **kwargs)
 
     def _link_all_hp_params(self) -> None:
@@ -223,7 +223,7 @@ class Stage12Overrides(OptimizerOverrides):
         self._zerosync_attached.fragments_linked()
 
     def refresh_fp32_params(self) -> None:
-        self._zerosync_attached.weights.in_stock_layout()
+        self._zerosync_attached.stage.in_stock_layout()
         super().refresh_fp32_params()
 
     def scaled_global_norm(self, *_: Any, **__: Any) -> torch.Tensor:
@@ -265,24 +265,24 @@ class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
         """Does nothing: all ranks have the parameters that the owners have read."""
 
     def _restore_from_bit16_weights(self) -> None:
-        self._zerosync_attached.weights.adopt_edits()
+        self._zerosync_attached.stage.adopt_edits()
 
 
 class Stage3Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-3."""
 
-    _zerosync_attached: Any  # whose parameters are ShardedParameters
+    _zerosync_attached: Any  # whose stage is a ShardedStage
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # it needs no values of parameters at rest
             super().zero_grad(*args, **kwargs)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        if not self._zerosync_attached.parameters.step_jointly(sub_group_id):
+        if not self._zerosync_attached.stage.step_jointly(sub_group_id):
             super()._optimizer_step(sub_group_id)
 
     def _partition_all_parameters(self) -> None:
-        self._zerosync_attached.parameters.release()
+        self._zerosync_attached.stage.release()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_attached.parts.reducer.norm()]

@@ -8,8 +8,18 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
-from zerosync_strategy.core.engine import contract, deepspeed_internals, torch_internals, zero, zero3, zero3_optimizer
+from zerosync_strategy.core.attached.stage import Parts, Stage
+from zerosync_strategy.core.comm.messages import Messages
+from zerosync_strategy.core.comm.nodes import Topology
+from zerosync_strategy.core.engine import (
+    compilation,
+    contract,
+    deepspeed_internals,
+    torch_internals,
+    zero,
+    zero3,
+    zero3_optimizer,
+)
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import record_of
@@ -17,10 +27,14 @@ from zerosync_strategy.core.engine.parameter_states import Claim
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError
+from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.edits import write_gathered_to_shards
+from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
+from zerosync_strategy.core.optimizer.masters import ShardMasters
+from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.optimizer.probe import switches_weights
-from zerosync_strategy.core.optimizer.stepper import counts_by_tensor
+from zerosync_strategy.core.optimizer.stepper import Stepper, counts_by_tensor
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -36,70 +50,32 @@ _BEGINS_INSIDE = (
 )
 
 
-class ShardedWeights(Weights):
-    """The weights of stage 3, in shards, which ``of_module`` gathers for all engines of the module."""
+class ShardedStage(Stage):
+    """Stage 3: parameters that are sharded one by one, and gathered by units.
 
-    scheduler: GatherScheduler
-
-    def __init__(self, parts: Parts, of_module: ModuleParameters) -> None:
-        self._edits, self._names, self._params = parts.edits, parts.names, parts.reducer.params
-        self._optimizer, self._of_module = parts.engine.optimizer, of_module
-        self.scheduler = of_module.scheduler
-
-    def as_they_are(self) -> AbstractContextManager[None]:
-        return zero3.as_it_is()
-
-    def written(self, by_step: bool) -> None:
-        self._of_module.written(by_step)
-
-    def version(self) -> int:
-        return self._of_module.times_written
-
-    def adopt_edits(self) -> None:
-        self.scheduler.shards_written()
-        write_gathered_to_shards(self._params, self._names)
-        self._edits.adopt(zero3_optimizer.weights(self._optimizer))
-
-    def have_stepped(self) -> None:
-        """Note that shards equal the master weights now; later differences are edits."""
-        self._edits.stepped(zero3_optimizer.weights(self._optimizer))
-
-    def change_masters(self, change: Callable[[], None]) -> None:
-        if any(record_of(param).claims & Claim.CONTEXT for param in self._params):
-            raise RuntimeError(
-                "optimizer.train() or eval() was called inside of full_parameters() or GatheredParameters, whose end"
-                " writes back what is gathered. Call it before or after the block."
-            )
-        self.adopt_edits()
-        change()
-        self.take_masters(())
-
-    def take_masters(self, others: Iterable[Any]) -> None:
-        zero3_optimizer.take_all_master_weights(self._optimizer)
-        zero3_optimizer.shards_written(param for param in others if zero3.is_sharded(param))
-        self.have_stepped()
-
-    def before_save(self) -> None:
-        self.scheduler.before_checkpoint()
-
-    def release_held(self) -> None:
-        self._of_module.cache.release_constants()
-
-    def node_shards(self) -> list[torch.Tensor]:
-        shards = self._of_module.cache.plan.node_shards
-        return [] if shards is None else shards.all_values()
-
-
-class ShardedParameters(Parameters):
-    """Parameters that are sharded one by one, and gathered by units. All engines of the module share ``of_module``.
+    All engines of the module share ``of_module``. ``is_constant`` returns whether no optimizer trains a parameter.
 
     Attributes:
         is_compiled: DeepCompile's graphs gather.
     """
 
-    def __init__(self, parts: Parts, weights: ShardedWeights, of_module: ModuleParameters) -> None:
-        self._parts, self._weights, self._of_module = parts, weights, of_module
-        self._optimizer = parts.engine.optimizer
+    of_module: ModuleParameters
+    scheduler: GatherScheduler
+
+    def __init__(
+        self, parts: Parts, shards: PerParamShards, whole: bool, messages: Messages, topology: Topology,
+        is_constant: Callable[[Any], bool],
+    ) -> None:  # fmt: skip
+        engine, config, reducer = parts.engine, parts.config, parts.reducer
+        self._parts, self._optimizer = parts, engine.optimizer
+        self.masters = ShardMasters(shards)
+        # The stepper is made first: it may raise, before the module is changed.
+        of_whole = (reducer, shards, self.masters, parts.edits.digest)
+        self.stepper = ExchangedStepper(*of_whole) if whole else Stepper(shards, self.masters)
+        if config.eager_frames:
+            compilation.unwrap_compiled(engine)
+        of_module = ModuleParameters.of(engine, config, shards.streams, messages, topology, is_constant)
+        self.of_module, self.pending = of_module, PendingGradients(*parts.of_pending)
         self._trained = [param._zerosync_record for param in parts.reducer.params]
         self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units
         self.is_compiled = False
@@ -140,10 +116,10 @@ class ShardedParameters(Parameters):
         window.forward_begins()
         if window.interrupted:  # ranks may stop at different places, so their gathers until then would differ
             window.interrupted = False
-            self._of_module.recover()
+            self.of_module.recover()
         if window.state is WindowState.CLOSED:
             self.scheduler.shards_written()  # by calls of the program since the step
-        self._of_module.forward_begins()
+        self.of_module.forward_begins()
         apart = nullcontext() if torch.is_grad_enabled() else self._count.without_gradients()
         with self._parts.activity(Doing.FORWARD), self.scheduler.order.forward(), apart, self.backward():
             yield
@@ -157,7 +133,7 @@ class ShardedParameters(Parameters):
             raise  # gathers in flight will not complete
         except BaseException as error:
             if torch._C._current_graph_task_id() == -1:  # else perhaps activation checkpointing that stops early
-                self._of_module.recover()
+                self.of_module.recover()
             if isinstance(error, RuntimeError) and _MODIFIED in str(error):
                 raise RuntimeError(f"{error}\n{_BEGINS_INSIDE}") from error
             raise
@@ -181,8 +157,8 @@ class ShardedParameters(Parameters):
         self.scheduler.before_step()
 
     def before_update(self) -> None:
-        self._weights.adopt_edits()
-        self._of_module.values.begin_step(self._trained)
+        self.adopt_edits()
+        self.of_module.values.begin_step(self._trained)
 
     def updating(self) -> AbstractContextManager[None]:
         return self.cache.stepping()
@@ -195,11 +171,56 @@ class ShardedParameters(Parameters):
         return True
 
     def after_update(self) -> None:
-        self._weights.have_stepped()
+        self._equal_masters()
 
     def release(self) -> None:
         """Reshard the optimizer's parameters, before a step or a checkpoint."""
-        self._of_module.release(self._optimizer.module)
+        self.of_module.release(self._optimizer.module)
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def as_they_are(self) -> AbstractContextManager[None]:
+        return zero3.as_it_is()
+
+    def written(self, by_step: bool) -> None:
+        self.of_module.written(by_step)
+
+    def version(self) -> int:
+        return self.of_module.times_written
+
+    def adopt_edits(self) -> None:
+        self.scheduler.shards_written()
+        write_gathered_to_shards(self._parts.reducer.params, self._parts.names)
+        self._parts.edits.adopt(zero3_optimizer.weights(self._optimizer))
+
+    def _equal_masters(self) -> None:
+        """Note that shards equal the master weights now; later differences are edits."""
+        self._parts.edits.stepped(zero3_optimizer.weights(self._optimizer))
+
+    def change_masters(self, change: Callable[[], None]) -> None:
+        if any(record_of(param).claims & Claim.CONTEXT for param in self._parts.reducer.params):
+            raise RuntimeError(
+                "optimizer.train() or eval() was called inside of full_parameters() or GatheredParameters, whose end"
+                " writes back what is gathered. Call it before or after the block."
+            )
+        self.adopt_edits()
+        change()
+        self.take_masters(())
+
+    def take_masters(self, others: Iterable[Any]) -> None:
+        zero3_optimizer.take_all_master_weights(self._optimizer)
+        zero3_optimizer.shards_written(param for param in others if zero3.is_sharded(param))
+        self._equal_masters()
+
+    def before_save(self) -> None:
+        self.scheduler.before_checkpoint()
+
+    def release_held(self) -> None:
+        self.cache.release_constants()
+
+    def node_shards(self) -> list[torch.Tensor]:
+        shards = self.cache.plan.node_shards
+        return [] if shards is None else shards.all_values()
 
     # ---- other events, and the end -------------------------------------------------------------------------------
 
@@ -216,8 +237,8 @@ class ShardedParameters(Parameters):
 
     def compiling(self) -> None:
         self.is_compiled = True
-        if self._of_module.unshard_on_read is not None:
-            self._of_module.unshard_on_read.prepare_deepcompile()
+        if self.of_module.unshard_on_read is not None:
+            self.of_module.unshard_on_read.prepare_deepcompile()
 
     def sends(self, nbytes: int) -> str:
         sent, budget = size_text(nbytes), self._parts.config.param_memory_budget
@@ -236,7 +257,7 @@ class ShardedParameters(Parameters):
     def detach(self) -> None:
         self.scheduler.in_backward.remove(self._parts.window.reaches_unit)
         self.scheduler.issuing.begun.remove(self._parts.reducer.pipeline.begun)
-        self._of_module.detach()
+        self.of_module.detach()
 
     def detached(self, destroyed: bool) -> None:
         if destroyed:

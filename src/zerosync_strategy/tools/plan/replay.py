@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.attached.distributed import bytes_to_copy
-from zerosync_strategy.core.attached.sharded import ShardedParameters
+from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.nodes import Topology
@@ -109,10 +109,10 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
 
 def _units(handle: ZeroSync | None) -> dict[str, Any]:
     """Return the units of ZeRO-3: the number of modules by class, and the bytes of the largest."""
-    parameters = None if handle is None else handle._attached.parameters
-    if not isinstance(parameters, ShardedParameters):
+    stage = None if handle is None else handle._attached.stage
+    if not isinstance(stage, ShardedStage):
         return {}
-    return {"units": parameters.units.counts, "unit_bytes": parameters.units.most_bytes}
+    return {"units": stage.units.counts, "unit_bytes": stage.units.most_bytes}
 
 
 def _join(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""The events of a window at which ZeRO's stages treat parameters differently, as interfaces."""
+"""What ZeRO's stages do differently with the parameters of an engine, as an interface."""
 
 # ruff: noqa: B027  (a stage that has nothing to do at an event has no method for it)
 
@@ -18,14 +18,17 @@ from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.optimizer.edits import MasterWeights
-from zerosync_strategy.core.optimizer.pending import Section
+from zerosync_strategy.core.optimizer.masters import Masters
+from zerosync_strategy.core.optimizer.pending import PendingGradients, Section
+from zerosync_strategy.core.optimizer.stepper import Stepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an attached engine that its parameters use.
+    """The parts of an attached engine that its stage uses.
 
     Attributes:
         names: of the module's parameters.
@@ -34,6 +37,7 @@ class Parts:
         counter: of what the engine sends.
         copies: of what checkpoints in the background have.
         activity: a context around what may communicate (W4).
+        apart: a context around traffic that is not the step's.
     """
 
     engine: Any
@@ -46,12 +50,72 @@ class Parts:
     counter: SentCounter
     copies: HostCopies
     activity: Section
+    apart: Section
+
+    @property
+    def of_pending(self) -> tuple[Any, Reducer, Window, Section, Section]:
+        """What :class:`PendingGradients` is made of."""
+        return self.engine, self.reducer, self.window, self.activity, self.apart
 
 
-class Weights(ABC):
-    """The parameters of one attached engine as saves, loads, edits and exchanges use them, by its stage."""
+class Stage(ABC):
+    """What one ZeRO stage does with the parameters of one attached engine (``flat.py``, ``sharded.py``).
 
+    The first methods are called in their order here: by forwards and backwards, and by the step. Saves, loads, edits
+    and exchanges of weights use the next ones.
+
+    Attributes:
+        masters: the master weights that this rank steps.
+        stepper: makes the step of the torch optimizer.
+        pending: the gradients of the window, for the program.
+        scheduler, of_module: of gathers, and what all engines of the module share; ``None``: this stage gathers nothing
+            on the way.
+    """
+
+    masters: Masters
+    stepper: Stepper
+    pending: PendingGradients
     scheduler: GatherScheduler | None = None
+    of_module: ModuleParameters | None = None
+
+    # ---- forwards and backwards ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around ``engine.backward``."""
+        return nullcontext()
+
+    def graph_begins(self) -> None:
+        """Called inside an autograd graph, before the first gradient."""
+
+    def backward_begins(self) -> None:
+        """Called when a backward of the window begins."""
+
+    def first_uses(self) -> Mapping[int, int] | None:
+        """Return when the forward first used each parameter; ``None`` if the backward gathers none on its way."""
+        return None
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    def pass_issued(self) -> None:
+        """Called in a step, when all gradients are being reduced, before the norm."""
+
+    @abstractmethod
+    def before_update(self) -> None:
+        """Called after gradients have been reduced, before the optimizer steps."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around the optimizer's step."""
+        return nullcontext()
+
+    @abstractmethod
+    def after_update(self) -> None:
+        """Called when the optimizer has stepped."""
+
+    # ---- weights -------------------------------------------------------------------------------------------------
 
     def as_they_are(self) -> AbstractContextManager[None]:
         """Around DeepSpeed's own work on parameters: its reads do not unshard them."""
@@ -95,50 +159,6 @@ class Weights(ABC):
     def node_shards(self) -> list[torch.Tensor]:
         """Return the present node shards of parameters."""
         return []
-
-
-class Parameters(ABC):
-    """Trains the parameters of one attached engine, by its stage (``flat.py``, ``sharded.py``).
-
-    The methods are called in their order here: by forwards and backwards, by the step, at the end.
-    """
-
-    # ---- forwards and backwards ----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def forward(self) -> AbstractContextManager[None]:
-        """Around a forward."""
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Around ``engine.backward``."""
-        return nullcontext()
-
-    def graph_begins(self) -> None:
-        """Called inside an autograd graph, before the first gradient."""
-
-    def backward_begins(self) -> None:
-        """Called when a backward of the window begins."""
-
-    def first_uses(self) -> Mapping[int, int] | None:
-        """Return when the forward first used each parameter; ``None`` if the backward gathers none on its way."""
-        return None
-
-    # ---- the step ------------------------------------------------------------------------------------------------
-
-    def pass_issued(self) -> None:
-        """Called in a step, when all gradients are being reduced, before the norm."""
-
-    @abstractmethod
-    def before_update(self) -> None:
-        """Called after gradients have been reduced, before the optimizer steps."""
-
-    def updating(self) -> AbstractContextManager[None]:
-        """Around the optimizer's step."""
-        return nullcontext()
-
-    @abstractmethod
-    def after_update(self) -> None:
-        """Called when the optimizer has stepped."""
 
     # ---- other events, and the end -------------------------------------------------------------------------------
 
