@@ -39,6 +39,8 @@ class StepReport:
         apart: bytes sent by this rank since the step before that are not for a step, by purpose: checkpoints, full
             parameters, weights or gradients, forwards without gradients, ``GatheredParameters`` contexts. No other
             number includes them.
+        unit_norms: with the option of this name, the norm of the averaged gradients of each part of the model, by name,
+            without the loss scale, before the program changes or clips them.
         budgets: with ``"auto"``, the budgets chosen for the step and the reasons; otherwise, and while measuring,
             ``None``.
         version: of ZeroSync.
@@ -61,6 +63,7 @@ class StepReport:
     peak_node_bytes: int = 0
     copied_bytes: int = 0
     apart: Mapping[str, int] = field(default_factory=dict)
+    unit_norms: Mapping[str, float] = field(default_factory=dict)
     version: str = __version__
 
     @property
@@ -79,13 +82,13 @@ class StepReport:
         return self.bytes_sent / self.floor_bytes if self.floor_bytes else 1.0
 
     def numbers(self) -> dict[str, float]:
-        """Return the numbers by name for a logger, with calls and bytes of each collective."""
+        """Return the numbers by name for a logger, with calls and bytes of each collective and norms of units."""
         own = [each.name for each in fields(self) if each.type in ("int", "float") and each.name != "step"]
         names = [*own, "bytes_sent", "bytes_sent_between_nodes", "ratio"]
         numbers = {name: float(getattr(self, name)) for name in names}
         for kind, traffic in self.collectives.items():
             numbers |= {f"{kind}/calls": float(traffic.calls), f"{kind}/bytes": float(traffic.bytes)}
-        return numbers
+        return numbers | {f"norm/{unit}": norm for unit, norm in self.unit_norms.items()}
 
     def _between(self) -> list[str]:
         floor = self.floor_bytes_between_nodes

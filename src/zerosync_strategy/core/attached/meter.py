@@ -68,6 +68,7 @@ class StepMeter:
             seconds=window.seconds,
             collectives=counter.take(),
             copied_bytes=self._parts.copies.nbytes,
+            unit_norms={} if reducer.unit_norms is None else reducer.unit_norms.read(),
             apart=counter.take_apart(),
             budgets=None if self._budgets is None else self._budgets.choice,
             **(dict.fromkeys(_PEAKS, 0) if of_module is None else _peaks(of_module)),

@@ -62,6 +62,8 @@ class ZeroSyncConfig:
         node_size: number of ranks on a node, which have consecutive numbers, and fast links among them. ``"auto"``:
             ``LOCAL_WORLD_SIZE``, or the ranks of one host. Point-to-point exchanges, as with gloo, run in two levels:
             each byte crosses between two nodes once.
+        unit_norms: report the norm of the gradients of each layer of a model, or other numbered part, before they are
+            clipped: one more sum over the ranks in each step, of 8 bytes a part.
         report_every: log a one-line report on the first rank after every ``report_every`` optimizer steps. ``0``: none.
             The environment variable ``ZEROSYNC_REPORT``, as ``10`` or ``10:steps.log``, overrides it.
         report_file: append these lines to this file instead.
@@ -86,12 +88,14 @@ class ZeroSyncConfig:
     checkpoint_format: str = "deepspeed"
     checkpoint_background: bool = False
     node_size: int | str = AUTO
+    unit_norms: bool = False
     report_every: int = 0
     report_file: str | None = None
     elementwise_optimizer: bool | str = False
 
     def __post_init__(self) -> None:
-        for name in ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums", "checkpoint_background"):
+        switches = ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums", "checkpoint_background")
+        for name in (*switches, "unit_norms"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if not isinstance(self.elementwise_optimizer, bool) and self.elementwise_optimizer != WHOLE:
