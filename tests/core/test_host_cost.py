@@ -29,12 +29,12 @@ def measured(system: str, world_size: int, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [1, 2])
-def test_three_times_the_python_calls_of_torch(stage: int) -> None:
+def test_half_as_many_python_calls_again_as_torch(stage: int) -> None:
     torch, ours = (
         measured(system, 8, layers=50, width=8, backwards=4)["python_calls"]
         for system in ("torch", f"zerosync-{stage}")
     )
-    assert ours <= 3 * torch
+    assert ours <= 1.5 * torch
 
 
 @since("0.19.8", "stock costs something else")
@@ -44,8 +44,8 @@ def test_python_calls_beside_stock() -> None:
         measured(system, 2, layers=50, width=8, backwards=4)["python_calls"]
         for system in ("torch", "zerosync-3-held", "zerosync-3", "stock-3", "zerosync-2", "stock-2")
     )
-    assert held <= 0.05 * stock_3 and sharded <= 0.12 * stock_3
-    assert ours - torch <= 0.1 * (stock_2 - torch)
+    assert held <= 0.035 * stock_3 and sharded <= 0.095 * stock_3
+    assert ours - torch <= 0.05 * (stock_2 - torch)
 
 
 @pytest.mark.extended(but=("1-1.3", "3-1.3"))
