@@ -22,9 +22,8 @@ from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient
 from zerosync_strategy.core.gradients.items import ItemCount
 from zerosync_strategy.core.gradients.last_backward import NUMBERS, LastBackward
-from zerosync_strategy.core.gradients.norm import Norm
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
-from zerosync_strategy.core.gradients.shards import GradientShards
+from zerosync_strategy.core.gradients.shards import GradientShards, Norm
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 SMALL_BYTES = 4 * 2**20
@@ -333,7 +332,7 @@ class Reducer:
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of the gradients in the shards (``norm.py``). Collective; called after :meth:`settle`."""
+        """Return the norm of the gradients in the shards. Collective; called after :meth:`settle`."""
         return self._norm.value()
 
     def norm_changed(self) -> None:
