@@ -36,7 +36,7 @@ from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradients
-from zerosync_strategy.core.gradients.last_backward import LastBackward
+from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards

@@ -20,8 +20,7 @@ from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient
-from zerosync_strategy.core.gradients.items import ItemCount
-from zerosync_strategy.core.gradients.last_backward import NUMBERS, LastBackward
+from zerosync_strategy.core.gradients.counts import NUMBERS, ItemCount, LastBackward
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 from zerosync_strategy.core.gradients.shards import GradientShards, Norm
 from zerosync_strategy.core.options.config import ZeroSyncConfig
