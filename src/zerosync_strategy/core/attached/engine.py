@@ -41,9 +41,8 @@ from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.gradients.window import Window, WindowState
-from zerosync_strategy.core.optimizer.edits import MasterWeights
+from zerosync_strategy.core.optimizer.edits import MasterWeights, guard_states, unguard_states
 from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
-from zerosync_strategy.core.optimizer.guarded import guard_states, unguard_states
 from zerosync_strategy.core.optimizer.masters import Masters, ShardMasters
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients, PendingGradients
 from zerosync_strategy.core.optimizer.stepper import Stepper
