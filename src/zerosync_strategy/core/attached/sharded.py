@@ -11,9 +11,9 @@ import torch
 from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weights
 from zerosync_strategy.core.engine import contract, deepspeed_internals, torch_internals, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.engine.parameter_states import Claim
+from zerosync_strategy.core.engine.stock_hooks import drop_functions
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError
