@@ -36,10 +36,10 @@ REPEATS = 5
 AREAS = {
     "hooks of units, and their order": "params/unit params/cache params/held engine/stock_hooks engine/saved_tensors",
     "gathers": "params/issuing params/sources params/scheduler params/gather_groups params/copies engine/gathering"
-    " engine/storage comm/collectives comm/traffic comm/streams failures/",
+    " engine/storage comm/collectives comm/traffic comm/streams failures/matching failures/rank_",
     "states of parameters": "engine/parameter engine/zero3.py engine/param_functions engine/torch_internals",
     "reads of parameters": "params/",
-    "gradients, reductions, communication": "gradients/ comm/",
+    "gradients, reductions, communication": "gradients/ failures/misused_gradients comm/",
     "steps, windows and reports": "zerosync_strategy/",
     "DeepSpeed": "/deepspeed/",
     "torch, transformers and Python": "",

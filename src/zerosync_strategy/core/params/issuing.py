@@ -20,8 +20,7 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import Record, arrive, settle
 from zerosync_strategy.core.engine.storage import memory_of
-from zerosync_strategy.core.failures.aborted import BegunCollectives
-from zerosync_strategy.core.failures.gathers import GatherActivity
+from zerosync_strategy.core.failures.matching import BegunCollectives, GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
