@@ -22,8 +22,7 @@ from zerosync_strategy.core.attached.parameters import Parameters, Parts, Weight
 from zerosync_strategy.core.attached.sharded import ShardedParameters, ShardedWeights
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.checkpoints.background import step_begins, wait_for_save
-from zerosync_strategy.core.checkpoints.host_copies import HostCopies
+from zerosync_strategy.core.checkpoints.background import HostCopies, step_begins, wait_for_save
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology
