@@ -36,7 +36,7 @@ REPEATS = 5
 AREAS = {
     "hooks of units, and their order": "params/unit params/cache params/held engine/stock_hooks engine/saved_tensors",
     "gathers": "params/issuing params/sources params/scheduler params/gather_groups params/copies engine/gathering"
-    " engine/storage comm/collectives comm/traffic comm/streams failures/matching failures/rank_",
+    " engine/storage comm/collectives comm/journal comm/streams failures/matching failures/rank_",
     "states of parameters": "engine/parameter engine/zero3.py engine/param_functions engine/torch_internals",
     "reads of parameters": "params/",
     "gradients, reductions, communication": "gradients/ failures/misused_gradients comm/",

@@ -24,9 +24,9 @@ from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.checkpoints.background import HostCopies, step_begins, wait_for_save
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology
-from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import compilation, engine_state, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges

@@ -36,10 +36,9 @@ from zerosync_strategy.core.comm.collectives import (
     sum_messages,
     timeout_of,
 )
+from zerosync_strategy.core.comm.journal import SentCounter, issue
 from zerosync_strategy.core.comm.messages import loopback
 from zerosync_strategy.core.comm.relay import Relay
-from zerosync_strategy.core.comm.traffic import SentCounter
-from zerosync_strategy.core.comm.waits import issue
 from zerosync_strategy.core.options.budgets import AUTO
 
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import all_reduce, gather_objects, new_name, note_launch, timeout_of
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
-from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.failures.doing import Cause, Departure, Doing
 from zerosync_strategy.core.failures.errors import RankError

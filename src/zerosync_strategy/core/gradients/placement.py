@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import InFlight, Summing, all_gather, all_reduce, is_native, reduce_scatter
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.nodes import Nodes
-from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import zero3
 
 ALIGNMENT = 8

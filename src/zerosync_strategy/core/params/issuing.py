@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, note_launch, phase
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import Record, arrive, settle
