@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.bound import bounded
-from zerosync_strategy.core.attached.by_name import StatesByName
 from zerosync_strategy.core.attached.flat import FlatParameters, FlatWeights
 from zerosync_strategy.core.attached.guards import Guards
 from zerosync_strategy.core.attached.meter import StepMeter, label_of
@@ -45,7 +44,7 @@ from zerosync_strategy.core.optimizer.exchanged import ExchangedStepper
 from zerosync_strategy.core.optimizer.masters import Masters, ShardMasters
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients, PendingGradients
 from zerosync_strategy.core.optimizer.stepper import Stepper
-from zerosync_strategy.core.optimizer.whole import OwnedStepper, WholeStepper
+from zerosync_strategy.core.optimizer.whole import OwnedStepper, StatesByName, WholeStepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import let_average
 from zerosync_strategy.core.params.of_module import ModuleParameters
