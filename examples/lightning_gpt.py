@@ -26,7 +26,7 @@ from text import Windows, read_standard_library
 from torch.utils.data import DataLoader
 
 from zerosync_strategy import ZeroSyncStrategy
-from zerosync_strategy.core.comm.traffic import Traffic
+from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.lightning import DeepSpeedAnyDeviceStrategy
 from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 

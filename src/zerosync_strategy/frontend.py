@@ -39,9 +39,9 @@ from zerosync_strategy.core.engine.checkpoint_files import (
 )
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.interpose import ModeOverrides, Stock, interpose, replaced, restore
-from zerosync_strategy.core.engine.module_hooks import drop_functions, leave_sharded
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
 from zerosync_strategy.core.engine.several import part_of, requiring_grad, restrict, show_parameters
+from zerosync_strategy.core.engine.stock_hooks import drop_functions, leave_sharded
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
 from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group, in_full_shapes

@@ -19,7 +19,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
 from zerosync_strategy import StepReport, ZeroSync, ZeroSyncConfig, attach
 from zerosync_strategy.core.attached.engine import check_backends
-from zerosync_strategy.core.comm.traffic import Traffic
+from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
 from zerosync_strategy.core.failures.errors import CheckpointError
 from zerosync_strategy.tools.plan.process_counter import ProcessCounter

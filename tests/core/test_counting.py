@@ -17,8 +17,8 @@ from tests.harness.optimizers import muon
 from tests.harness.ranks import run_ranks
 from tests.harness.strict import strict
 from zerosync_strategy import ZeroSync, attach
+from zerosync_strategy.core.comm.journal import SentCounter, Traffic
 from zerosync_strategy.core.comm.nodes import Topology
-from zerosync_strategy.core.comm.traffic import SentCounter, Traffic
 from zerosync_strategy.core.optimizer import exchanged
 from zerosync_strategy.core.params import values
 from zerosync_strategy.tools.plan.process_counter import ProcessCounter

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import prepare_cpu
-from zerosync_strategy.core.comm.traffic import Traffic
+from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 

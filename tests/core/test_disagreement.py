@@ -25,8 +25,8 @@ from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach, shard_over
 from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.failures.aborted import BegunCollectives
 from zerosync_strategy.core.failures.errors import RankError
+from zerosync_strategy.core.failures.matching import BegunCollectives
 from zerosync_strategy.core.gradients import placement
 from zerosync_strategy.core.params import gather_groups
 

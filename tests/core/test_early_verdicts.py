@@ -20,7 +20,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.told import LOOK, Told, end_soon, look_often, told_by
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.collectives import InFlight
-from zerosync_strategy.core.comm.waits import issue
+from zerosync_strategy.core.comm.journal import issue
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 MINUTES = timedelta(minutes=4)  # the timeout, of which none of these waits sees the half

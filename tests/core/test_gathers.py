@@ -21,7 +21,7 @@ from tests.harness.ranks import SIMULATED, RanksFailed, run_ranks
 from tests.harness.strict import strict
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.collectives import new_group, timeout_of
-from zerosync_strategy.core.comm.traffic import Traffic
+from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.params.issuing import GatherCount, Issuing
 from zerosync_strategy.core.params.scheduler import GatherScheduler

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from zerosync_strategy.core.gradients.last_backward import LastBackward
+from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.window import Window
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from zerosync_strategy import StepReport
-from zerosync_strategy.core.comm.traffic import Traffic
+from zerosync_strategy.core.comm.journal import Traffic
 
 REPORT = StepReport(
     step=12, backwards=8, reductions=1, early_reductions=1, floor_bytes=139_823_104, peak_unreduced_bytes=139_823_104,

@@ -19,8 +19,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
-from zerosync_strategy.core.comm.stripes import Stripes
-from zerosync_strategy.core.comm.traffic import SentCounter
+from zerosync_strategy.core.comm.journal import SentCounter
+from zerosync_strategy.core.gradients.placement import Stripes
 
 WIDTHS = (7, 5, 11, 3, 6)
 

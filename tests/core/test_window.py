@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zerosync_strategy.core.gradients.last_backward import LastBackward
+from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.window import Window, WindowState
 
 CLOSED, OPEN, REDUCED = WindowState.CLOSED, WindowState.OPEN, WindowState.REDUCED

@@ -13,7 +13,7 @@ from tests.faults.verdicts import FAULTS, early_verdicts, is_right, meet, verdic
 from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.comm.traffic import SentCounter
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.failures.doing import Advice, Doing
 from zerosync_strategy.core.failures.flight_recorder import Recorded, recorded
 from zerosync_strategy.core.failures.pending import Issued, Wait, issued

@@ -21,8 +21,8 @@ from tests.harness.engines import make_engine
 from tests.harness.forked import fork_instead
 from tests.harness.ranks import RanksFailed, run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.tools.plan import models, replay
 from zerosync_strategy.tools.plan import plan as planning
 from zerosync_strategy.tools.plan.jobs import NODE_SHARDS, STOCK, ZEROSYNC, Cluster, OptionSet, Workload, usual_sets

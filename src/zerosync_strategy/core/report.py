@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from zerosync_strategy.core.budgets.automatic import Choice
-from zerosync_strategy.core.comm.traffic import Traffic
+from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.version import __version__
 
 

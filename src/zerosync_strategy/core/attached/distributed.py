@@ -13,7 +13,7 @@ from zerosync_strategy.core.attached.checkpointing import (
 )
 from zerosync_strategy.core.attached.contents import AnyReader, Contents, client_state
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.checkpoints.host_copies import bytes_of
+from zerosync_strategy.core.checkpoints.background import bytes_of
 from zerosync_strategy.core.checkpoints.saves import DistributedSave, engine_save
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import HALF_READ, NOTHING_LOADED

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.bound import bounded
-from zerosync_strategy.core.attached.by_name import StatesByName
 from zerosync_strategy.core.attached.flat import FlatStage
 from zerosync_strategy.core.attached.guards import Guards
 from zerosync_strategy.core.attached.meter import StepMeter, label_of
@@ -22,28 +21,26 @@ from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.checkpoints.background import step_begins, wait_for_save
-from zerosync_strategy.core.checkpoints.host_copies import HostCopies
+from zerosync_strategy.core.checkpoints.background import HostCopies, step_begins, wait_for_save
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.messages import messages_of
 from zerosync_strategy.core.comm.nodes import Topology
-from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import compilation, engine_state, fragments, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model
 from zerosync_strategy.core.engine.cpu import leave_out_ranges
 from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
 from zerosync_strategy.core.failures.doing import Doing
+from zerosync_strategy.core.failures.misused_gradients import LocalChanges
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.gradients.checks import LocalChanges
 from zerosync_strategy.core.gradients.compiled import CompiledGradients
-from zerosync_strategy.core.gradients.last_backward import LastBackward
+from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.gradients.window import Window, WindowState
-from zerosync_strategy.core.optimizer.edits import MasterWeights
-from zerosync_strategy.core.optimizer.guarded import guard_states, unguard_states
-from zerosync_strategy.core.optimizer.whole import WholeStepper
+from zerosync_strategy.core.optimizer.edits import MasterWeights, guard_states, unguard_states
+from zerosync_strategy.core.optimizer.whole import StatesByName, WholeStepper
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.full_parameters import let_average
 from zerosync_strategy.core.report import size_text

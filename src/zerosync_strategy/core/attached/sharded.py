@@ -21,9 +21,9 @@ from zerosync_strategy.core.engine import (
     zero3_optimizer,
 )
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.module_hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import record_of
 from zerosync_strategy.core.engine.parameter_states import Claim
+from zerosync_strategy.core.engine.stock_hooks import drop_functions
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError

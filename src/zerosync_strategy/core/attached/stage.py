@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.attached.statistics import RunningStatistics
-from zerosync_strategy.core.checkpoints.host_copies import HostCopies
-from zerosync_strategy.core.comm.traffic import SentCounter
+from zerosync_strategy.core.checkpoints.background import HostCopies
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.optimizer.edits import MasterWeights

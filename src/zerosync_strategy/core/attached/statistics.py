@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerosync_strategy.core.comm.collectives import note_launch
-from zerosync_strategy.core.comm.traffic import SentCounter
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.torch_internals import for_training
 

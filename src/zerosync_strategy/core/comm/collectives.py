@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
+from zerosync_strategy.core.comm.journal import Exchange, SentCounter, Waiting, issue, launched
 from zerosync_strategy.core.comm.sums import sum_in_order, tree_sum
-from zerosync_strategy.core.comm.traffic import SentCounter
-from zerosync_strategy.core.comm.waits import Exchange, Waiting, issue, launched
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.interpose import replaced
 

@@ -6,16 +6,24 @@ rows of all ranks with place g, its *node shard*. Then the ranks with place g on
 shards, one row each. A gather runs in the opposite order. Rows are grouped by place, not in one piece per rank of a
 node, so that each rank ends with its own row.
 
-Off NCCL, messages go point to point. The second level of a gather is started by a relay (``relay.py``), that of a
-reduction when it is waited for, which is at the same place on all ranks. Rows of different lengths, for parameters that
-have owners, use the same exchange (``owners.py``).
+Off NCCL, messages go point to point. The second level of a reduction is started when it is waited for, which is at the
+same place on all ranks; that of a gather by a :class:`Relay`, when the first has arrived. Other ranks must not have to
+wait until this rank waits itself, because it may be waiting for the same ranks in another exchange. So a thread starts
+second levels, in the order in which the exchanges were issued, which is the same on all ranks.
+
+Rows of different lengths, for parameters that have owners, use the same exchange (``owners.py``).
 """
 
 from __future__ import annotations
 
 import os
+import queue
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,10 +44,8 @@ from zerosync_strategy.core.comm.collectives import (
     sum_messages,
     timeout_of,
 )
+from zerosync_strategy.core.comm.journal import SentCounter, issue
 from zerosync_strategy.core.comm.messages import loopback
-from zerosync_strategy.core.comm.relay import Relay
-from zerosync_strategy.core.comm.traffic import SentCounter
-from zerosync_strategy.core.comm.waits import issue
 from zerosync_strategy.core.options.budgets import AUTO
 
 
@@ -269,3 +275,56 @@ class Nodes:
     def rank(self, node: int, place: int) -> int:
         """Return the rank, in the process group, with ``place`` on ``node``."""
         return node * self.size + place
+
+
+_Launch = Callable[[], Sequence[Any]]
+
+
+class RelayedWork:
+    """The works of a second level, launched later, as one work."""
+
+    def __init__(self, works: Future[Sequence[Any]]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until both levels have arrived. Raise ``RuntimeError`` on a timeout, or if a rank has ended."""
+        for work in self._works.result():  # the relay's own waits have the timeout
+            work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._works.done() and (
+            self._works.exception() is not None or all(work.is_completed() for work in self._works.result())
+        )
+
+
+_Exchange = tuple[Sequence[Any], timedelta, _Launch, Future[Sequence[Any]]]
+
+
+class Relay:
+    """Launches second levels, one after the other. Its thread ends with it, or with the process."""
+
+    def __init__(self) -> None:
+        self._pending: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
+        self._started = False
+
+    def launch_after(self, works: Sequence[Any], timeout: timedelta, launch: _Launch) -> RelayedWork:
+        """Call ``launch``, which returns the works of the second level, after the works of the first have arrived."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=_relay, args=(self._pending,), name="zerosync-relay", daemon=True).start()
+            weakref.finalize(self, self._pending.put, None)
+        launched: Future[Sequence[Any]] = Future()
+        self._pending.put((works, timeout, launch, launched))
+        return RelayedWork(launched)
+
+
+def _relay(pending: queue.SimpleQueue[_Exchange | None]) -> None:
+    while (exchange := pending.get()) is not None:
+        works, timeout, launch, launched = exchange
+        try:
+            for work in works:
+                work.wait(timeout)
+            launched.set_result(launch())
+        except BaseException as error:
+            launched.set_exception(error)
+        del exchange, works, launch, launched  # drop what they keep alive

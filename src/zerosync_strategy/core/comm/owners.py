@@ -27,9 +27,9 @@ from zerosync_strategy.core.comm.collectives import (
     note_launch,
     sum_messages,
 )
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.sums import tree_sum
-from zerosync_strategy.core.comm.traffic import SentCounter
 
 
 def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int) -> list[int]:

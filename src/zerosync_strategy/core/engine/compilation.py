@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, deepspeed_internals, module_hooks
+from zerosync_strategy.core.engine import contract, deepspeed_internals, stock_hooks
 
 
 def leave_to_eager_code(tensors: Any) -> None:
@@ -76,10 +76,10 @@ def unwrap_compiled(engine: Any) -> None:
     if all(unwrap(module) is module for module in engine.module.modules()):
         return
     optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
-    begins, ends = (hooks[key] for hooks, key in module_hooks.of_engine(engine))
+    begins, ends = (hooks[key] for hooks, key in stock_hooks.of_engine(engine))
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    module_hooks.remove_hooks(offload)
+    stock_hooks.remove_hooks(offload)
     for parent in list(engine.module.modules()):
         for name, child in vars(parent)["_modules"].items():
             if child is not None:
@@ -93,7 +93,7 @@ def unwrap_compiled(engine: Any) -> None:
         param._z3_optimizer = optimizer  # older releases set it only on parameters of the wrapper
     for submodule in module.modules():
         _gather_when_read(submodule)
-    module_hooks.drop_functions(module)
+    stock_hooks.drop_functions(module)
     engine.module_forward_pre_hook = module.register_forward_pre_hook(begins, with_kwargs=True)
     engine.module_forward_post_hook = module.register_forward_hook(ends)
     offload.setup_zero_stage3_hooks()

@@ -79,7 +79,7 @@ class Record:
         values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the classes of the parameter; equal without ``values``.
         placeholders: stand for it in graphs, by whether they need a gradient.
-        changes: knows whether gradients of its engine have gone (``gradients/checks.py``); ``None``: none ever has.
+        changes: knows whether gradients of its engine have gone (``misused_gradients.py``); ``None``: none ever has.
     """
 
     def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:

@@ -2,5 +2,5 @@
 
 A ``RankState`` is what a rank knows of itself. ``rank_status`` keeps the state of this rank and raises the
 ``RankError``. ``inquiry`` collects the states of all ranks over the store. ``verdict`` concludes the cause from them.
-``agreement`` and ``aborted`` find differences between ranks.
+``agreement`` and ``matching`` find differences between ranks.
 """

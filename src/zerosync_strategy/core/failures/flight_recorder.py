@@ -3,7 +3,7 @@
 Torch records the last 2,000 collectives of NCCL and, in newer releases, of gloo (``TORCH_FR_BUFFER_SIZE``; 0 switches
 it off), each with its process group, number, sizes and Python stack. NCCL has a recorder of its own. A process group
 with both backends appears in both, under the same name and with separate numbers. Point-to-point messages on gloo are
-in neither, so ZeroSync's own exchanges are not recorded (``comm/waits.py`` tracks them).
+in neither, so ZeroSync's own exchanges are not recorded (``comm/journal.py`` tracks them).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.comm import journal
 
 _LIBRARIES = (
     "/torch/", "/deepspeed/", "/lightning/", "/pytorch_lightning/", "/accelerate/", "/transformers/",
@@ -105,7 +105,7 @@ def recorded(of_process: Sequence[Entry] | None = None) -> tuple[Recorded, ...]:
 
     ``of_process``: what :func:`entries` returns, if that was called already.
     """
-    labels = waits.labels_of_launched()
+    labels = journal.labels_of_launched()
     last: dict[tuple[str, bool], Entry] = {}
     incomplete: dict[tuple[str, bool], Entry] = {}
     for entry in entries() if of_process is None else of_process:
@@ -131,7 +131,7 @@ def find(of_process: Sequence[Entry], group: str, backend: str, number: int) -> 
         entry["collective_seq_id"]: entry for entry in of_name if entry.get("pg_id") == of_name[-1].get("pg_id")
     }
     found = by_number.get(number)
-    return max(by_number, default=0), None if found is None else _named(found, waits.labels_of_launched())
+    return max(by_number, default=0), None if found is None else _named(found, journal.labels_of_launched())
 
 
 def first_incomplete(records: Sequence[Recorded]) -> Recorded | None:
@@ -156,5 +156,5 @@ def _named(entry: Entry, labels: Mapping[tuple[str, int], object]) -> Recorded:
     line = program_line((frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ()))
     sizes = " and ".join(str(size) for size in entry["input_sizes"][:3])
     label = "" if _is_gloos(entry) else labels.get((group, number), "")  # labels are recorded for NCCL alone
-    reduces = isinstance(label, waits.OfReduction)
+    reduces = isinstance(label, journal.OfReduction)
     return Recorded(group, number, entry["profiling_name"], sizes, line, _is_complete(entry), str(label), reduces)

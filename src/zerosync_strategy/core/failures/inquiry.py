@@ -7,7 +7,8 @@ while it is open wait for the collector's summary. The keys:
 ``asked/n/k``          how many ranks have asked to be the k-th collector, which replaces one that has died.
 ``call/n/r``           the awaited collectives. Wakes rank r's thread, which appends its state to ``answers/n``.
 ``failed/r``           the state in which rank r has stopped; empty if it has not.
-``host/h``             the ranks of a host with their processes, a line each.
+``host/h``             the ranks of a host with their processes, a line each: the system knows which have ended, also of
+                       one whose threads answer nobody.
 ``waits/n``            the collectives that ranks wait for, and a digest of which rank waits for which.
 ``summary/n``          the report on all ranks. Written once ``closed`` is n + 1, so its readers open another inquiry.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +28,12 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zerosync_strategy.core.failures import processes
 from zerosync_strategy.core.failures.pending import Key
-from zerosync_strategy.core.failures.processes import Process
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.words import Report, report
 
@@ -80,9 +81,9 @@ class Inquiries:
         self._number = _open_number(listening)  # inquiries,
         with suppress(RuntimeError):  # and perhaps a call that was never answered
             listening.delete_key(f"call/{self._number}/{rank}")
-        self._host = f"host/{processes.host()}"
+        self._host = f"host/{host()}"
         with suppress(RuntimeError):  # a store that cannot append: then errors describe this rank only
-            listening.append(self._host, json.dumps([rank, *processes.this_process()]) + "\n")
+            listening.append(self._host, json.dumps([rank, *this_process()]) + "\n")
         self._thread = threading.Thread(
             target=self._listen, args=(listening,), name="zerosync-rank-status", daemon=True
         )
@@ -242,3 +243,37 @@ def read_keys(store: Any, keys: dict[int, str]) -> dict[int, str]:
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
     texts = store.multi_get(list(keys.values())) if keys else ()
     return {rank: text.decode() for rank, text in zip(keys, texts, strict=True)}
+
+
+class Process(NamedTuple):
+    """A process of a host. Its start tells it from a later one with the same ``pid``; empty: unknown."""
+
+    pid: int
+    started: str
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended. Only of a process of this host, in the same namespace."""
+        return bool(self.started) and _started(self.pid) != self.started
+
+
+def this_process() -> Process:
+    """Return the process that calls this."""
+    return Process(os.getpid(), _started(os.getpid()) if host() else "")
+
+
+def host() -> str:
+    """Return words for the kernel and the namespace of process ids; empty if the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Return when a process has started, in the system's ticks; empty if it is no more, or ends."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else fields[18]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.comm import journal
 from zerosync_strategy.core.failures.flight_recorder import Entry, Recorded, find, first_incomplete
 
 Key = tuple[Any, ...]
@@ -46,11 +46,11 @@ class Wait:
 
 def wait_of(frame: FrameType | None, recorded: Sequence[Recorded]) -> Wait | None:
     """Return what this process waits for, from the innermost frame of its main thread and torch's flight recorder."""
-    if (exchange := waits.awaited()) is not None:
+    if (exchange := journal.awaited()) is not None:
         ranks = dist.get_process_group_ranks(exchange.process_group)
         key = _MESSAGES, exchange.name, exchange.tag, exchange.place
         return Wait(key, tuple(ranks[peer] for peer in exchange.peers), blocks=True)
-    if frame is not None and waits.torch_collective(frame):
+    if frame is not None and journal.torch_collective(frame):
         group: Any = frame.f_locals.get("group") or dist.group.WORLD
         last = recorded[0] if recorded else None
         if last is None or last.complete or last.group != getattr(group, "group_name", ""):
@@ -64,7 +64,7 @@ def issued(keys: Sequence[Key], entries: Sequence[Entry]) -> Iterator[Issued]:
     """Yield for each collective that a rank waits for whether this process has issued it, too."""
     for kind, group, number, *what in keys:
         if kind == _MESSAGES:
-            yield Issued.SAME if waits.number_issued(group, number) >= what[0] else Issued.NOT_YET
+            yield Issued.SAME if journal.number_issued(group, number) >= what[0] else Issued.NOT_YET
             continue
         last, own = find(entries, group, kind, number)
         if last < number:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.comm import journal
 from zerosync_strategy.core.failures import flight_recorder
 from zerosync_strategy.core.failures.doing import Cause, Departure, Doing, doing_of
 from zerosync_strategy.core.failures.flight_recorder import Recorded, first_incomplete, program_line
@@ -149,7 +149,7 @@ def observe(
     # An exception from autograd's callbacks loses the frames of their callers. The program is still above this call.
     line = _program_line(frame) or (_program_line(sys._getframe()) if failed else "")
     gather: Any = next((what for what in whats[::-1] if doing_of(what) is Doing.GATHER), None)
-    waits_for = str(gather) if gather else waits.describe_wait(frame, failed)
+    waits_for = str(gather) if gather else journal.describe_wait(frame, failed)
     module = gather.module if gather else ""
     steps, backward = -1, 0
     departure: Departure | None = None
@@ -162,8 +162,8 @@ def observe(
     recorded = flight_recorder.recorded(entries)
     wait = None if failed else wait_of(frame, recorded)
     state = RankState(
-        rank, Phase.LOST if failed else Phase.RUNNING, call=waits.torch_collective(frame), position=position,
-        waits_for=waits_for, reduces=isinstance(waits_for, waits.OfReduction), steps=steps, backward=backward,
+        rank, Phase.LOST if failed else Phase.RUNNING, call=journal.torch_collective(frame), position=position,
+        waits_for=waits_for, reduces=isinstance(waits_for, journal.OfReduction), steps=steps, backward=backward,
         module=module, recorded=recorded, wait=wait, issued=tuple(map(int, issued(asked, entries))), pid=os.getpid(),
         line=line, host=socket.gethostname(),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm import waits
+from zerosync_strategy.core.comm import journal
 from zerosync_strategy.core.comm.collectives import timeout_of
 from zerosync_strategy.core.failures.errors import RankError, add_note, is_communication_error
 from zerosync_strategy.core.failures.inquiry import Inquiries
@@ -198,7 +198,7 @@ def rank_status() -> RankStatus:
     if _current is None or _current[0]() is not group:
         if _current is not None:
             _current[1].end()
-            waits.reset()
+            journal.reset()
         store = dist.distributed_c10d._get_default_store()
         patience = timeout_of(None).total_seconds() / 2
         status = RankStatus(store, dist.get_rank(), dist.get_world_size(), patience)

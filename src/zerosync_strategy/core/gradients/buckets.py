@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.comm.journal import OfReduction
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.waits import OfReduction
 from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling, ShardLayout

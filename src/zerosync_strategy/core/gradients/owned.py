@@ -20,7 +20,6 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight, Summing
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.owners import give_from_owners, reduce_to_owners
-from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients.placement import (
     Part,
@@ -29,6 +28,7 @@ from zerosync_strategy.core.gradients.placement import (
     ReduceScatterInput,
     Scaling,
     ShardLayout,
+    ShardSlice,
     with_zeros,
 )
 

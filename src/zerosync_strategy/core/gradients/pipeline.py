@@ -17,7 +17,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight, Summing, phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Sent
-from zerosync_strategy.core.failures.aborted import BegunCollectives
+from zerosync_strategy.core.failures.matching import BegunCollectives
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
 from zerosync_strategy.core.gradients.placement import Part, ShardLayout
 from zerosync_strategy.core.gradients.shards import GradientShards

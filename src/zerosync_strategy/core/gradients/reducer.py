@@ -18,13 +18,11 @@ from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.engine.gradient_hooks import GradientHooks
+from zerosync_strategy.core.engine.stock_hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient
-from zerosync_strategy.core.gradients.items import ItemCount
-from zerosync_strategy.core.gradients.last_backward import NUMBERS, LastBackward
-from zerosync_strategy.core.gradients.norm import Norm
+from zerosync_strategy.core.gradients.counts import NUMBERS, ItemCount, LastBackward
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
-from zerosync_strategy.core.gradients.shards import GradientShards
+from zerosync_strategy.core.gradients.shards import GradientShards, Norm
 from zerosync_strategy.core.gradients.unit_norms import UnitNorms
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -338,7 +336,7 @@ class Reducer:
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of the gradients in the shards (``norm.py``). Collective; called after :meth:`settle`."""
+        """Return the norm of the gradients in the shards. Collective; called after :meth:`settle`."""
         return self._norm.value()
 
     def norm_changed(self) -> None:

@@ -11,11 +11,18 @@ import torch
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import choose_owners
-from zerosync_strategy.core.comm.stripes import ShardSlice, Stripe, Stripes
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.gradients.buckets import GradientBucket
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.placement import Read, RowPlacement, ShardLayout, with_zeros
+from zerosync_strategy.core.gradients.placement import (
+    Read,
+    RowPlacement,
+    ShardLayout,
+    ShardSlice,
+    Stripe,
+    Stripes,
+    with_zeros,
+)
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from zerosync_strategy.core.comm.messages import AMONG_GATHERS, Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.comm.owners import choose_owners
-from zerosync_strategy.core.comm.stripes import ShardSlice
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
 from zerosync_strategy.core.gradients.owned import OwnedLayout
@@ -29,6 +28,7 @@ from zerosync_strategy.core.gradients.placement import (
     RowPlacement,
     Scaling,
     ShardLayout,
+    ShardSlice,
     with_zeros,
 )
 from zerosync_strategy.core.gradients.shards import GradientShards

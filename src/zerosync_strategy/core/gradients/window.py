@@ -11,7 +11,7 @@ state        backward              reduce        closing              abort     
 ===========  ====================  ============  ===================  ==================  ============
 
 A backward may reduce some gradients while it runs, or all of them if it is taken for the window's last
-(``last_backward.py``). ``reduce`` reduces the rest, and hears whether another rank has more. Only these two
+(``counts.py``). ``reduce`` reduces the rest, and hears whether another rank has more. Only these two
 communicate. ``abort`` issues no collective, and no finaliser runs a reduction (W3).
 """
 
@@ -29,9 +29,9 @@ import torch
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.failures.doing import Doing
+from zerosync_strategy.core.failures.misused_gradients import LocalChanges
 from zerosync_strategy.core.gradients.buckets import LocalGradient
-from zerosync_strategy.core.gradients.checks import LocalChanges
-from zerosync_strategy.core.gradients.last_backward import LastBackward
+from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer
 
 

@@ -1,17 +1,22 @@
-"""Parameters that a program edits outside of the optimizer: the next step starts from the edited values (N1).
+"""What a program edits by itself between two steps: parameters are adopted, states of shards are guarded (N1).
 
 ZeRO steps the *master weights* of this rank's shard and then overwrites the parameters with them. So before each step,
 a rank compares its shard of the parameters with the values that the last step wrote, and copies the elements that
-differ into the master weights. The comparison goes piece by piece, so its memory does not grow with the shard. With an
-offloaded optimizer, the shard is on the device and the master weights are on the host. Then a rank first compares a
-digest of the shard with the digest after the last step, for which the host waits once per step, and compares the values
-only if the digests differ.
+differ into the master weights: the next step starts from the edited values. The comparison goes piece by piece, so its
+memory does not grow with the shard. With an offloaded optimizer, the shard is on the device and the master weights are
+on the host. Then a rank first compares a digest of the shard with the digest after the last step, for which the host
+waits once per step, and compares the values only if the digests differ.
+
+The torch optimizer steps flat shards, whose states it keeps. In plain torch the keys of ``optimizer.state`` are the
+parameters of the module; here they would be unknown, and an edit of their states would be lost. It is an error with a
+remedy.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -144,3 +149,60 @@ def _check_shape(param: Any, shape: tuple[int, ...], names: Mapping[Any, str]) -
             f" was built with {shape}: its data was replaced. ZeRO cannot change shapes. Build the optimizer and the"
             " engine anew."
         )
+
+
+class GuardedStates(defaultdict[Any, Any]):
+    """The states of a torch optimizer, with ``names`` of the module's parameters, which are no keys of it."""
+
+    def __init__(self, states: Mapping[Any, Any], names: Mapping[Any, str]) -> None:
+        super().__init__(dict, states)
+        self._names = names
+
+    def __missing__(self, key: Any) -> Any:
+        self._check(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(key) or self._check(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(key, default) if key in self else default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._check(key)
+        return super().pop(key, *default)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+    def _check(self, key: Any) -> bool:
+        if key in self._names:
+            _refuse(self._names[key])
+        return False
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if the program has set states of a parameter."""
+        for key in self:
+            self._check(key)
+
+
+def guard_states(optimizer: Any, names: Mapping[Any, str]) -> None:
+    """Make a use of ``optimizer.state`` by parameter a ``RuntimeError``, also of what was set so far."""
+    if not isinstance(optimizer.state, GuardedStates):  # a load has replaced it
+        optimizer.state = GuardedStates(optimizer.state, names)
+    optimizer.state.check()
+
+
+def unguard_states(optimizer: Any) -> None:
+    """Undo :func:`guard_states`."""
+    if isinstance(optimizer.state, GuardedStates):
+        optimizer.state = defaultdict(dict, optimizer.state)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"optimizer.state was asked for parameter {name!r}. Under ZeRO the optimizer has the states of shards, by flat"
+        " tensors of its own. Read and change those of a parameter with safe_get_full_optimizer_state(param, key) and"
+        " safe_set_full_optimizer_state(param, value, key) of deepspeed.utils, on all ranks; change those of all in"
+        " place: for state in optimizer.state.values()."
+    )

@@ -1,21 +1,24 @@
 """The step of an optimizer that needs whole parameters: this rank steps those that it owns, in their own shapes.
 
 The groups of the program's own torch optimizer hold fp32 master weights in place of its parameters, for the parameters
-that this rank owns. It steps once per optimizer step, with all groups. The states of a parameter are on its owner.
+that this rank owns. It steps once per optimizer step, with all groups. The states of a parameter are on its owner, and
+by name in DeepSpeed's checkpoints.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.engine import zero, zero12
+from zerosync_strategy.core.engine.saved_files import State, masters_of, torch_state_of, with_torch_state
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
@@ -184,3 +187,43 @@ class OwnedStepper(WholeStepper):
             flat = zero12.flat_parameters(self._zero, layout.group_index)
             masters.append(layout.from_stock(saved, flat.numel(), flat.device))
         return masters
+
+
+class StatesByName:
+    """The checkpoint format of one optimizer: master weights in DeepSpeed's layout, and states by name, each whole."""
+
+    def __init__(self, engine: Any, stepper: WholeStepper, names: Mapping[Any, str]) -> None:
+        self._stepper, self._names = stepper, names
+        self._group = zero.data_parallel_group(engine.optimizer)
+
+    @staticmethod
+    def check_options(engine: Any) -> None:
+        """Raise ``ValueError`` if the configuration of ``engine`` does not fit an optimizer of whole parameters."""
+        name = type(zero.stepping_optimizer(engine)).__name__
+        if zero.offloads(engine.optimizer):
+            raise ValueError(
+                f"attach() found the optimizer {name}, which needs whole parameters, and"
+                " 'zero_optimization.offload_optimizer'. Leave that out, or use an optimizer that updates each element"
+                " by itself."
+            )
+
+    def own_names(self) -> list[list[str]]:
+        """Return the names of the parameters that this rank owns, by the torch optimizer's groups."""
+        return self._stepper.names(self._names)
+
+    def save(self, stock: Callable[[], State]) -> State:
+        """Return the state of the optimizer for a checkpoint; ``stock`` returns DeepSpeed's."""
+        with self._stepper.masters_in_stock_layout():
+            state = stock()
+        return with_torch_state(state, self._stepper.by_name(torch_state_of(state), self._names))
+
+    def load(self, of_ranks: Sequence[Any], optimizer_states: bool, stock: Callable[[Any], Any]) -> Any:
+        """Load the saved states ``of_ranks``, of the same owners. ``stock`` loads DeepSpeed's."""
+        rank = dist.get_rank(self._group)
+        state = of_ranks[rank]
+        states, masters = torch_state_of(state), self._stepper.own_masters(masters_of(state))
+        if optimizer_states:
+            states = self._stepper.by_number(states, self._names)
+        loaded: list[Any] = [None] * dist.get_world_size(self._group)
+        loaded[rank] = with_torch_state(state, states, masters)
+        return stock(loaded)

@@ -21,8 +21,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.torch_internals import for_training
 

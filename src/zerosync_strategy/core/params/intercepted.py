@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zerosync_strategy.core.engine import compilation, patches, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
-from zerosync_strategy.core.failures import reduced_gradient
+from zerosync_strategy.core.failures import misused_gradients
 from zerosync_strategy.core.params.state_entries import Copied, StateEntry
 from zerosync_strategy.core.params.tensor_functions import (
     CONVERSIONS,
@@ -56,7 +56,7 @@ class _Intercepted:
         if func in OF_THE_OBJECT or (func in OF_THE_SHAPE and issubclass(cls, Unsharded)):
             with zero3.as_it_is():
                 found = func(*args, **(kwargs or {}))
-            is_missing = found is None and func == reduced_gradient.GET_GRAD
+            is_missing = found is None and func == misused_gradients.GET_GRAD
             return cls._reduced_gradient(args[0]) if is_missing else found
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, args, kwargs or {})
@@ -87,7 +87,7 @@ class _AtRest(_Sharded):
     def _reduced_gradient(tensor: Any) -> torch.Tensor | None:
         changes = record_of(tensor).changes
         is_gone = changes is not None and changes.gone and tensor.requires_grad
-        return reduced_gradient.stand_in(tensor) if is_gone else None
+        return misused_gradients.stand_in(tensor) if is_gone else None
 
     def __repr__(self: Any) -> str:
         return f"Parameter sharded by ZeRO-3, shape={zero3.full_shape(self)}, requires_grad={self.requires_grad}"

@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, note_launch, phase
+from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.comm.traffic import SentCounter
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import Record, arrive, settle
 from zerosync_strategy.core.engine.storage import memory_of
-from zerosync_strategy.core.failures.aborted import BegunCollectives
-from zerosync_strategy.core.failures.gathers import GatherActivity
+from zerosync_strategy.core.failures.matching import BegunCollectives, GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import GatherGroup

@@ -8,7 +8,7 @@ from typing import Any
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import module_hooks
+from zerosync_strategy.core.engine import stock_hooks
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.several import first_of
 from zerosync_strategy.core.options.config import ZeroSyncConfig
@@ -54,7 +54,7 @@ class ModuleParameters:
         budget, automatic = config.parameters.device, config.parameters.automatic
         plan = HoldPlan(self.scheduler, budget, automatic, is_constant)
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
-        module_hooks.remove(engine)
+        stock_hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
         self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest, config.eager_frames)
         read_in_transforms()
@@ -101,11 +101,11 @@ class ModuleParameters:
         self.cache.detach()
         del self._engine._zerosync_parameters
         self.scheduler.detach()
-        module_hooks.make_anew(self._engine)
+        stock_hooks.make_anew(self._engine)
 
     def forward_begins(self) -> None:
-        if module_hooks.made_again(self._engine):
-            module_hooks.remove(self._engine)
+        if stock_hooks.made_again(self._engine):
+            stock_hooks.remove(self._engine)
         if self.unshard_on_read is not None:
             self.unshard_on_read.forward_begins()
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from zerosync_strategy.core.comm.collectives import is_native
-from zerosync_strategy.core.comm.traffic import SentCounter
+from zerosync_strategy.core.comm.journal import SentCounter
 
 # By method of torch's process groups: the name of the collective, and the argument that is its payload. Some methods
 # have two names, of which torch 2.13 calls the second.

@@ -23,8 +23,8 @@ from zerosync_strategy.core.attached.distributed import bytes_to_copy
 from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.comm.nodes import Topology
-from zerosync_strategy.core.comm.traffic import Traffic
 from zerosync_strategy.core.engine import contract, torch_internals, zero
 from zerosync_strategy.core.engine.cpu import prepare_cpu
 from zerosync_strategy.core.engine.inspection import resident
