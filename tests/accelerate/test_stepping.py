@@ -1,4 +1,4 @@
-"""A program that makes backwards and never steps: what it means is done, or it is an error (``step_on``)."""
+"""A program that makes backwards and never steps: what the option ``step_on`` says is done, or it is an error."""
 
 import subprocess
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.accelerate.runs import Run, start
 from tests.harness.extended import VALUES
@@ -34,7 +35,7 @@ def stock_loop(run: Run, windows: int, every: int = EVERY, reads_norm: bool = Tr
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_loop_that_relies_on_the_step_in_backward_trains_as_plain_torch(stage: int, every: int) -> None:
     def job() -> Any:
-        run = start(stage, accumulate=every)
+        run = start(stage, accumulate=every, step_on="backward")
         norms = stock_loop(run, 3, every)
         assert (run.zerosync.report.step, run.zerosync.report.backwards) == (3, every)
         parameters = run.parameters()
@@ -51,6 +52,32 @@ def test_a_loop_that_relies_on_the_step_in_backward_trains_as_plain_torch(stage:
         assert found == pytest.approx(norms, rel=NORM)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_reading_the_norm_steps_nothing(every: int, clips: bool) -> None:
+    """It is the norm of the window; without a step, the next window is an error, and so is the end of training."""
+
+    def job() -> float:
+        run = start(2, accumulate=every)
+        before = run.parameters()
+        (norm,) = stock_loop(run, 1, every)
+        if clips:
+            assert run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0) == norm
+        assert run.zerosync.report is None and distance(run.parameters(), before) == 0.0
+        with pytest.raises(RuntimeError, match=r"has not called optimizer.step\(\) after .*step_on to 'backward'"):
+            stock_loop(run, 1, every)
+        return norm
+
+    plain = oracle()
+    for index in range(every):
+        backward_of(plain, index, every)
+    assert run_ranks(job) == pytest.approx([_norm(plain)] * 2, rel=NORM)
+
+
+def _norm(plain: Any) -> float:
+    return float(torch.cat([gradient.flatten() for gradient in plain.gradients()]).norm())
+
+
 def second_window() -> None:
     run = start(2, accumulate=EVERY)
     with pytest.raises(RuntimeError, match=r"after the 2 backward\(s\) of the one before.*step_on to 'backward'"):
@@ -65,33 +92,50 @@ def end_of_training() -> None:
         run.accelerator.end_training()
 
 
-@pytest.mark.parametrize("job", [second_window, end_of_training])
+def end_of_training_of_one_window() -> None:
+    run = start(2)
+    stock_loop(run, 1, 1)
+    with pytest.raises(RuntimeError, match=r"after 1 backwards and no optimizer step.*step_on to 'backward'"):
+        run.accelerator.end_training()
+
+
+@pytest.mark.parametrize("job", [second_window, end_of_training, end_of_training_of_one_window])
 def test_where_it_may_rely_on_it_that_is_an_error(job: Callable[[], None]) -> None:
     """As soon as the second window begins; or, where every backward synchronises, at the end."""
     run_ranks(job)
 
 
-def test_a_program_that_reads_the_norm_and_skips_a_step_steps_where_it_likes() -> None:
-    def job() -> Any:
-        run = start(2, accumulate=EVERY)
-        for index in range(6):
-            loss = loss_of(run.model, run.batch(index))
-            run.accelerator.sync_gradients = complete = index % EVERY == EVERY - 1
-            run.accelerator.backward(loss)
-            if complete:
-                run.model.get_global_grad_norm()
-                if index != 3:  # skipped once: its gradients are in the next step
-                    run.optimizer.step()
-                    run.optimizer.zero_grad()
-        return run.zerosync.report.step, run.parameters()
+def test_the_norm_between_backward_and_step_is_of_the_coming_step() -> None:
+    """As under stock Accelerate, which has stepped by then. A step that is skipped drops its gradients."""
+    skipped = 3
 
-    plain = oracle()
-    for index in range(6):
+    def job() -> Any:
+        run, norms = start(2, accumulate=EVERY), []
+        for index in range(8):
+            run.accelerator.sync_gradients = complete = index % EVERY == EVERY - 1
+            run.accelerator.backward(loss_of(run.model, run.batch(index)))
+            norms.append(run.model.get_global_grad_norm())
+            if complete:
+                if index != skipped:
+                    run.optimizer.step()
+                    norms.append(run.model.get_global_grad_norm())
+                run.optimizer.zero_grad()
+        return run.zerosync.report.step, run.parameters(), [None if norm is None else float(norm) for norm in norms]
+
+    plain, norms, last = oracle(), [], None
+    for index in range(8):
         backward_of(plain, index, EVERY)
-        if index in (1, 5):
-            plain.step()
-    for steps, parameters in run_ranks(job):
-        assert steps == 2 and distance(parameters, full_parameters(plain.module)) == 0.0
+        if index == skipped:
+            norms += [_norm(plain)]
+            plain.zero_grad()
+        elif index % EVERY == EVERY - 1:
+            last = plain.step(clip=1e6)
+            norms += [last, last]
+        else:
+            norms += [last]
+    for steps, parameters, found in run_ranks(job):
+        assert steps == 3 and distance(parameters, full_parameters(plain.module)) == 0.0
+        assert found[0] is None and found[1:] == pytest.approx(norms[1:], rel=NORM)
 
 
 def adds_up_windows() -> None:

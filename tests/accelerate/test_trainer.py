@@ -474,8 +474,6 @@ def _rates_with_accelerate(prepared: bool) -> list[float]:
 class SavesTheModule(InOrder):
     """As sentence-transformers' Trainer: it leaves what transformers has gathered, and ranks read in any order."""
 
-    __module__ = "sentence_transformers.base.trainer"
-
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         state, rank = self.model.state_dict(), torch.distributed.get_rank()
         names = sorted(state, reverse=bool(rank))

@@ -363,10 +363,12 @@ def test_refusals() -> None:
             attach(engines.make_engine(network(), None))
         engine = make_engine(2)
         config = engine._config._param_dict
-        for name, found in (("zero_quantized_gradients", "quantized gradients"), ("zenflow", "ZenFlow")):
-            config["zero_optimization"] |= {name: True}
+        refused = {"zero_quantized_gradients": "quantized gradients", "zenflow": "ZenFlow", "mics_shard_size": "MiCS"}
+        for name, found in refused.items():
+            config["zero_optimization"][name] = 2
             with pytest.raises(ValueError, match=found):
                 attach(engine)
+            del config["zero_optimization"][name]
 
     run_ranks(run)
 

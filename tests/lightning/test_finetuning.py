@@ -122,7 +122,7 @@ def test_resume(stage: int, epoch: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parameters_that_are_added_later(stage: int) -> None:
-    """They are found when the training starts, or where no code of the callback says so, when they are added."""
+    """An error when they are added; at the start of the training, one of Lightning's own callback, else a warning."""
 
     class Trains(ByLayer):
         def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
@@ -130,16 +130,31 @@ def test_parameters_that_are_added_later(stage: int) -> None:
 
     class Adds(Trains):
         def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-            getattr(optimizer, "add_param_" + "group")({"params": list(pl_module.backbone.parameters())})
+            optimizer.add_param_group({"params": list(pl_module.backbone.parameters())})
+
+    class NeverAdds(Trains):
+        def unfreeze_backbone(self, pl_module: Any, optimizer: Any) -> None:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
 
     def run() -> None:
-        data = Data(BATCHES)
-        for callback in (backbone(), ByLayer()):
-            with pytest.raises(MisconfigurationException, match=r"would add 4 of the 4 .* in configure_optimizers\(\)"):
-                make_trainer(strategy(stage), [callback]).fit(Tuned(backbone_is_held=False), data.loader())
-        with pytest.raises(ValueError, match=r"add_param_group\(\) was called .* Give the optimizer all parameters"):
-            make_trainer(strategy(stage), [Adds()]).fit(Tuned(backbone_is_held=False), data.loader())
-        make_trainer(strategy(stage), [Trains()]).fit(Tuned(backbone_is_held=False), data.loader())
+        def fit(callback: BaseFinetuning) -> None:
+            trainer = make_trainer(strategy(stage), [callback], max_epochs=2)
+            trainer.fit(Tuned(backbone_is_held=False), Data(BATCHES).loader())
+
+        may_add = r"has frozen 4 parameters that are not in the optimizer.* in configure_optimizers\(\)"
+        with pytest.raises(MisconfigurationException, match=may_add):
+            fit(backbone())
+        for adds in (ByLayer(), Adds()):
+            with (
+                pytest.warns(UserWarning, match=may_add),
+                pytest.raises(ValueError, match=r"add_param_group\(\) was called .* Give the optimizer all parameters"),
+            ):
+                fit(adds)
+        for trains in (Trains(), NeverAdds()):
+            with pytest.warns(UserWarning, match=may_add):
+                fit(trains)
+
+    run_ranks(run)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -172,5 +187,3 @@ def test_a_checkpoint_without_frozen_parameters(stage: int, tmp_path: Path) -> N
         return [distance(resumed, whole), abs(loss - float(saved.callback_metrics["test_loss"]))]
 
     assert run_ranks(run) == [[0.0, 0.0], [0.0, 0.0]]
-
-    run_ranks(run)

@@ -17,7 +17,6 @@ INTERNALS = (
     *rows("checkpoints", _ACCELERATOR, "save_state(output_dir)"),
     *rows("end of training", _ACCELERATOR, "end_training()"),
     *rows("a second training", _ACCELERATOR, "free_memory()"),
-    *rows("gradient accumulation", _ACCELERATOR, "sync_gradients"),
     *rows("gradient accumulation", "accelerate.state.GradientState", "num_steps"),
     *rows("backward", _ENGINE, "backward(loss)"),
     *rows("gradient norm", _ENGINE, "get_global_grad_norm()"),

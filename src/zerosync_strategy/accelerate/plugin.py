@@ -31,8 +31,7 @@ class AccelerateConfig(ZeroSyncConfig):
         step_on: ``"optimizer"``: the optimizer step is taken in ``optimizer.step()``, after any number of backwards, as
             in PyTorch. ``"backward"``: the step is taken in ``accelerator.backward()`` whenever Accelerate synchronises
             gradients, and ``zero_grad()`` does nothing, as in Accelerate with DeepSpeed. ``"auto"``: as
-            ``"optimizer"``, unless the program shows before its first step that it relies on ``"backward"``. If that is
-            possible but not certain, an error is raised.
+            ``"optimizer"``, and a program that goes on to a second window without ever stepping is an error.
     """
 
     step_on: str = AUTO

@@ -1,13 +1,13 @@
 """Where a program takes its optimizer steps: in ``optimizer.step()``, or in ``accelerator.backward()`` as under stock.
 
 Under stock Accelerate with DeepSpeed, ``optimizer.step()`` does nothing, and a program may omit it. With ZeroSync, this
-program would run backwards and train nothing. So the program's calls before its first step decide where it steps, or
-raise an error.
+program would run backwards and train nothing. That is an error, whose remedy is the option ``step_on``.
 """
 
 from __future__ import annotations
 
-from zerosync_strategy import frontend
+from typing import Any
+
 from zerosync_strategy.frontend import ZeroSync
 
 AUTO, ON_BACKWARD = "auto", "backward"
@@ -34,14 +34,9 @@ class StepPlace:
         self._zerosync = zerosync
         self.on_backward = asked == ON_BACKWARD
         self._undecided = asked == AUTO
-        self._decided_here = False  # by norm_is_read(), since the last backward
-        self._says_when = False  # the program sets accelerator.sync_gradients itself
         self._accumulates = False
         self._complete = False  # the last backward synchronised gradients
-
-    def program_synchronises(self) -> None:
-        """Record that the program sets ``accelerator.sync_gradients``, which Accelerate's ``backward()`` reads."""
-        self._says_when = True
+        self._norm_is_read = False  # of the window that is complete
 
     def backward_begins(self, synchronises: bool) -> None:
         """Check a beginning ``accelerator.backward()``.
@@ -49,8 +44,9 @@ class StepPlace:
         Raises:
             RuntimeError: it begins the next window after a complete one, and the program has never stepped.
         """
-        made = self._zerosync.window.unused
-        if self._never_stepped and self._accumulates and self._complete and made and not synchronises:
+        made, is_reduced = self._zerosync.window.backwards, not self._zerosync.window.unused
+        begins_next = is_reduced or (self._accumulates and not synchronises)
+        if self._never_stepped and self._complete and made and begins_next:
             raise RuntimeError(
                 f"accelerator.backward() begins the next window of accumulation, and the program has not called"
                 f" optimizer.step() after the {made} backward(s) of the one before: it would"
@@ -60,30 +56,18 @@ class StepPlace:
     def backward_ended(self, synchronises: bool) -> None:
         self._complete = synchronises
         self._accumulates |= not synchronises
-        self._decided_here = False
+        self._norm_is_read = False
 
-    def norm_is_read(self) -> None:
-        """Handle a read of the gradient norm of the engine's last step.
-
-        If the program sets ``accelerator.sync_gradients`` itself, has run the backward that completes the window, and
-        has never called ``optimizer.step()``, it assumes that the backward has stepped. Then step now, and from now on
-        in each such backward.
-        """
-        if not (self._never_stepped and self._says_when and self._complete and self._zerosync.window.unused):
-            return
-        self._undecided, self._decided_here, self.on_backward = False, True, True
-        frontend.say_on_first_rank(
-            "steps in accelerator.backward() from here on, as stock Accelerate does: the program sets"
-            " accelerator.sync_gradients, and reads the gradient norm of a step without having called"
-            " optimizer.step(). step_on='optimizer' or 'backward' says it from the beginning."
-        )
-        self._zerosync.engine.step()
+    def coming_norm(self) -> Any:
+        """Return the norm of the step that completes the window, which stock Accelerate has taken; else ``None``."""
+        if not (self._complete and self._zerosync.window.backwards and self._zerosync.has_backward):
+            return None
+        self._norm_is_read = True
+        return self._zerosync.gradient_norm()
 
     def program_steps(self) -> None:
-        """Handle a call of ``optimizer.step()``: the program steps by itself."""
-        if self._decided_here:  # the decision was wrong; the step of this call has been taken already, once
-            self.on_backward = False
-        self._undecided = self._decided_here = False
+        """Record a call of ``optimizer.step()``: the program steps by itself."""
+        self._undecided = self._complete = False
 
     @property
     def _never_stepped(self) -> bool:
@@ -93,10 +77,11 @@ class StepPlace:
         """Check at the end of the training that the program has stepped.
 
         Raises:
-            RuntimeError: it ran more backwards than the ``num_steps`` of one window, and never stepped.
+            RuntimeError: it never stepped, and ran more backwards than the ``num_steps`` of one window, or read the
+                norm of a step.
         """
-        made = self._zerosync.window.unused
-        if self._never_stepped and self._complete and made > num_steps:
+        made, unused = self._zerosync.window.backwards, self._zerosync.window.unused
+        if self._never_stepped and self._complete and (unused > num_steps or (self._norm_is_read and made)):
             raise RuntimeError(
                 f"end_training() was called after {made} backwards and no optimizer step: nothing was trained. Call"
                 f" optimizer.step(). {REMEDY}"

@@ -20,7 +20,6 @@ from zerosync_strategy.core.engine.contract import require
 from zerosync_strategy.frontend import in_full_shapes, one_more, wait_for_save
 
 _TRAINER = "_zerosync_trainer"  # attribute of an Accelerator: its Trainer
-_SAVE_THE_MODULE = frozenset(["sentence_transformers"])  # packages that save the module, not the gathered state
 
 
 def install(plugin_class: type[Any]) -> None:
@@ -81,11 +80,18 @@ def _configured(accelerator: Any) -> list[str]:
 
 
 def _gather_to_save(trainer: Any) -> None:
-    """Gather all parameters while ``trainer`` saves its module, which each rank reads in its own order."""
-    packages = {each.__module__.partition(".")[0] for each in type(trainer).__mro__}
-    if packages.isdisjoint(_SAVE_THE_MODULE) or "_save" in vars(trainer):
-        return
+    """Gather all parameters while an overridden ``_save()`` saves a model that is none of transformers.
+
+    It may read the module, as that of sentence-transformers, and each rank in its own order. Models of transformers and
+    PEFT are saved from the state that the Trainer has gathered.
+    """
+    from transformers import PreTrainedModel, Trainer
+
+    peft = sys.modules.get("peft")
+    takes_state = (PreTrainedModel,) if peft is None else (PreTrainedModel, peft.PeftModel)
     stock = trainer._save
+    if getattr(stock, "__func__", None) in (Trainer._save, None) or isinstance(trainer.model, takes_state):
+        return
 
     @functools.wraps(stock)
     def save(*args: Any, **options: Any) -> None:

@@ -82,7 +82,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
         return result
     engine = zerosync.engine
     place = StepPlace(zerosync, getattr(zerosync.config, "step_on", AUTO))
-    zerosync.norm_is_read = place.norm_is_read
+    zerosync.coming_norm = place.coming_norm
     vars(accelerator).setdefault("_zerosyncs", {})[zerosync] = place
     if deepcompile:
         kwargs = accelerator.state.dynamo_plugin.to_kwargs()
@@ -230,16 +230,6 @@ class _AcceleratorOverrides(Stock):
     deepspeed_plugin: ZeroSyncPlugin
     gradient_state: GradientState
     _zerosyncs: dict[ZeroSync, StepPlace]
-
-    @property
-    def sync_gradients(self) -> bool:
-        return super().sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        for place in self._zerosyncs.values():
-            place.program_synchronises()
-        self.gradient_state.sync_gradients = value
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2

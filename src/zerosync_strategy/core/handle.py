@@ -28,7 +28,8 @@ class ZeroSync:
         window: the window of the next optimizer step.
         parameters: the parameters that the optimizer trains.
         may_be_replaced: the program did not attach explicitly, and its own :func:`attach` may replace this handle.
-        norm_is_read: called when the program asks the engine for the gradient norm of its last step.
+        coming_norm: returns what ``engine.get_global_grad_norm()`` shall return of a step that is to come, or ``None``:
+            the norm of the last step.
         losses_divided_by: returns the divisor that the framework applies to each loss before ``engine.backward()``.
         counter: counts the collectives of this engine, for the report.
     """
@@ -38,7 +39,7 @@ class ZeroSync:
         self.engine, self.config, self.window = parts.engine, parts.config, parts.window
         self.parameters, self.counter = parts.reducer.params, parts.counter
         self.may_be_replaced = False
-        self.norm_is_read: Callable[[], None] = lambda: None
+        self.coming_norm: Callable[[], torch.Tensor | None] = lambda: None
         self.losses_divided_by: Callable[[], float] = lambda: 1
         self.engine._zerosync = self.engine.optimizer._zerosync = self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch.nn import Parameter
 
 from zerosync_strategy.frontend import Stock, copy_problem, interpose, readable, restore
 
+from .hooks import overrides
 from .library import (
     WEIGHT_AVERAGING,
+    BackboneFinetuning,
     BaseFinetuning,
     Callback,
     GradientAccumulationScheduler,
@@ -134,24 +137,18 @@ class FinetuningOverrides(CallbackOverrides):
         super().on_fit_start(trainer, pl_module)
         groups = [group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         held = {param for params in groups for param in params}
-        thaws = self._zerosync_froze if _adds_groups(self) else []
-        if missing := sum(param not in held for param in thaws):
-            raise MisconfigurationException(
-                f"{type(self).__name__.removeprefix('ZeroSync')} would add {missing} of the {len(thaws)} parameters"
-                " that it has frozen to the optimizer, which ZeRO cannot do once the engine is built. Give them all to"
-                " the optimizer in configure_optimizers(), as its last groups: while frozen, they are not stepped. What"
-                " is never thawed, freeze in the module itself."
-            )
-
-
-_ADDING = {"unfreeze_and_add_param_group", "add_param_group"}
-
-
-def _adds_groups(callback: Any) -> bool:
-    """Return whether ``callback`` itself, and not only Lightning's base class, adds parameters to an optimizer."""
-    classes = [each for each in type(callback).__mro__ if not issubclass(BaseFinetuning, each)]
-    codes = [code for each in classes for value in vars(each).values() if (code := getattr(value, "__code__", None))]
-    return any(not _ADDING.isdisjoint(code.co_names) for code in codes)
+        missing = sum(param not in held for param in self._zerosync_froze)
+        problem = (
+            f"{type(self).__name__.removeprefix('ZeroSync')} has frozen {missing} parameters that are not in the"
+            " optimizer, to which ZeRO cannot add any once the engine is built. Give them to the optimizer in"
+            " configure_optimizers(), as its last groups: while frozen, they are not stepped. What is never thawed,"
+            " freeze in the module itself."
+        )
+        own = isinstance(self, BackboneFinetuning) and not overrides(self, BackboneFinetuning, "finetune_function")
+        if missing and own:  # Lightning's own, which adds them
+            raise MisconfigurationException(problem)
+        if missing:  # a program's may add them, which is an error then
+            warnings.warn(problem, stacklevel=1)
 
 
 class TimerOverrides(CallbackOverrides):
@@ -175,9 +172,9 @@ _OVERRIDES: dict[type[Callback], type[CallbackOverrides]] = {
 def adapt(trainer: Trainer) -> None:
     """Make the callbacks of ``trainer`` work as without DeepSpeed, until :func:`leave`."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for stock, overrides in _OVERRIDES.items():
-            if isinstance(callback, stock) and not isinstance(callback, overrides):
-                interpose(callback, overrides)
+        for stock, layer in _OVERRIDES.items():
+            if isinstance(callback, stock) and not isinstance(callback, layer):
+                interpose(callback, layer)
 
 
 def thaws(trainer: Trainer) -> bool:
@@ -188,9 +185,9 @@ def thaws(trainer: Trainer) -> bool:
 def leave(trainer: Trainer) -> None:
     """Restore the callbacks of ``trainer``."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for overrides in _OVERRIDES.values():
-            if isinstance(callback, overrides):
-                restore(callback, overrides)
+        for layer in _OVERRIDES.values():
+            if isinstance(callback, layer):
+                restore(callback, layer)
 
 
 def _check_copy(callback: Any, pl_module: LightningModule) -> None:

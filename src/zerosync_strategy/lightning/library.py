@@ -11,6 +11,7 @@ from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     BaseFinetuning,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,

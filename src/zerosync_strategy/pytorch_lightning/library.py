@@ -7,6 +7,7 @@ from lightning_fabric.utilities.types import Steppable
 from pytorch_lightning import Callback, LightningModule, Trainer, callbacks
 from pytorch_lightning.accelerators import CPUAccelerator, CUDAAccelerator
 from pytorch_lightning.callbacks import (
+    BackboneFinetuning,
     BaseFinetuning,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,

@@ -83,8 +83,8 @@ class EngineOverrides(ModeOverrides):
         return result
 
     def get_global_grad_norm(self) -> Any:
-        self._zerosync.norm_is_read()
-        return super().get_global_grad_norm()
+        norm = self._zerosync.coming_norm()
+        return super().get_global_grad_norm() if norm is None else norm
 
     def zero_grad(self) -> None:
         self._zerosync_attached.zero_grad()

@@ -93,7 +93,7 @@ def _check_configuration(engine: Any) -> None:
          " 'data_types.grad_accum_dtype' = 'fp32' selects. Use stage 2, or leave grad_accum_dtype out."),
         (of_zero.get("zenflow"),
          "does not support ZenFlow; remove 'zero_optimization.zenflow' from the configuration."),
-        (type(optimizer).__name__ == "MiCS_Optimizer",
+        (of_zero.get("mics_shard_size", -1) > 0,
          "does not support MiCS; remove 'zero_optimization.mics_shard_size'."),
         (of_zero.get("zero_quantized_gradients"),
          "does not support quantized gradients; set 'zero_quantized_gradients' to false."),
