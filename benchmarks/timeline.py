@@ -23,6 +23,7 @@ import os
 import sys
 from collections.abc import Iterable
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,8 @@ def main() -> None:
         record: dict[str, Any] = {"date": str(date.today()), "command": command()}
         record |= {"runs": [dict(zip(names, run, strict=True)) for run in runs]}
         options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-        head = f"# {record['date']}: a step's timeline, reckoned\n\n    {record['command']}\n\n"
+        versions = f"torch {version('torch')}, deepspeed {version('deepspeed')}"
+        head = f"# {record['date']}: a step's timeline, reckoned\n\n{versions}.\n\n    {record['command']}\n\n"
         options.output.with_suffix(".md").write_text(head + "\n".join(lines) + "\n")
 
 
