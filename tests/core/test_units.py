@@ -280,6 +280,29 @@ def test_an_exception_as_values_arrive_leaves_nothing_on_its_way(monkeypatch: py
     assert run_ranks(run) == [0.0, 0.0]
 
 
+def test_a_gather_of_the_program_in_flight_does_not_hide_an_exception() -> None:
+    """What it has begun by DeepSpeed's own functions is its own to wait for."""
+
+    def run() -> float:
+        engine = make_engine(net := Net(), sgd(net), 3, SHARDED | LEAVES)
+        oracle = Oracle(plain := Net(), sgd(plain))
+        attach(engine)
+        for k in range(3):
+            param = net.blocks[4].scale
+            handle = param.all_gather_coalesced([param])
+            with pytest.raises(TypeError, match="must be Tensor"):
+                engine("no batch", (0, 1, 2, 3), False)
+            handle.wait()
+            param.partition()
+            engine.backward(engine(words(k, rank()), (0, 1, 2, 3), False))
+            engine.step()
+            oracle.backward(lambda of_rank, k=k: plain(words(k, of_rank), (0, 1, 2, 3), False))
+            oracle.step()
+        return distance(full_parameters(net), full_parameters(plain))
+
+    assert run_ranks(run) == [0.0, 0.0]
+
+
 def test_forwards_without_gradients_gather_what_is_not_there() -> None:
     """Within the distance of a reuse, once, whatever a program writes in between; and a step begins anew."""
 

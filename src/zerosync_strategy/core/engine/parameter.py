@@ -320,12 +320,13 @@ def drop_all(records: Collection[Record], claims: int) -> None:
     settle(records)
 
 
-def sort_out(records: Iterable[Record]) -> tuple[list[Record], list[Record], bool]:
-    """Return those of ``records`` that are unsharded and to be held, those without a claim that are unsharded or in
+def sort_out(records: Iterable[Record]) -> tuple[list[Record], list[Record], list[Record], bool]:
+    """Return those of ``records`` that are unsharded and to be held, those without a claim that are unsharded, or in
     flight, and whether others have a claim.
     """
     held: list[Record] = []
     free: list[Record] = []
+    in_flight: list[Record] = []
     has_others = False
     for record in records:
         param, status = record.param, record.param.ds_status._name_
@@ -333,9 +334,11 @@ def sort_out(records: Iterable[Record]) -> tuple[list[Record], list[Record], boo
             held += (record,)
         elif record.bits or param.ds_persist or param.ds_active_sub_modules:
             has_others = True
-        elif status != SHARDED:
+        elif status == UNSHARDED:
             free += (record,)
-    return held, free, has_others
+        elif status == IN_FLIGHT:
+            in_flight += (record,)
+    return held, free, in_flight, has_others
 
 
 def returned(records: Collection[Record]) -> None:

@@ -74,8 +74,8 @@ class ParameterCache:
     def detach(self) -> None:
         self.release_constants()
         self.plan.drop(self.plan.records)
-        held, free, _ = sort_out(self.plan.records)
-        self._reshard([*held, *free])
+        held, free, in_flight, _ = sort_out(self.plan.records)
+        self._reshard([*held, *free, *in_flight])
         for unit in self._units:
             unit.held = None
         self._scheduler.before_read = None
@@ -262,15 +262,16 @@ class ParameterCache:
 
         Tensors that autograd has saved of them get their values back with the next unshard.
         """
-        held, free, others_stay = sort_out(records)
+        held, free, in_flight, others_stay = sort_out(records)
         if held:
             self.plan.claim(held)
         if held or others_stay:
             settle(records)
+        if in_flight:
+            _wait(in_flight)
+            free += zero3.gathered(in_flight)  # the others are in flight for the program
         special: list[Record] = []
         for record in free:  # without calls for each
-            if record.gather is not None and not record.gather.is_done:
-                _wait((record,))
             if not record.plain:
                 special += (record,)
         if special:
