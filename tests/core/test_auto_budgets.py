@@ -74,8 +74,8 @@ class Counted:
         ours = 0
         if self.attached is not None:
             ours = self.attached.parts.reducer.local.now
-            if self.attached.weights.scheduler is not None:
-                ours += self.attached.weights.scheduler.issuing.unsharded.now
+            if self.attached.stage.scheduler is not None:
+                ours += self.attached.stage.scheduler.issuing.unsharded.now
                 if (shards := self.attached.stage.cache.plan.node_shards) is not None:
                     ours += shards.now
         self.most = max(self.most, BASE + self.activations + ours)
