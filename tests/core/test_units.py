@@ -70,6 +70,14 @@ def words(step: int, of_rank: int) -> torch.Tensor:
     return torch.randint(5, (4,), generator=torch.Generator().manual_seed(10 * step + of_rank))
 
 
+def step(engine: Any, oracle: Oracle, k: int) -> None:
+    """Step ``k`` of both, by the first four blocks in their order."""
+    engine.backward(engine(words(k, rank()), (0, 1, 2, 3), False))
+    engine.step()
+    oracle.backward(lambda of_rank: oracle.module(words(k, of_rank), (0, 1, 2, 3), False))
+    oracle.step()
+
+
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([param for param in net.parameters() if param.requires_grad], lr=0.3, momentum=0.9)
 
@@ -271,10 +279,7 @@ def test_an_exception_as_values_arrive_leaves_nothing_on_its_way(monkeypatch: py
                 monkeypatch.setattr(gathering, "memory_of", without_memory)
                 with pytest.raises(torch.OutOfMemoryError):
                     engine(words(k, rank()), (0, 1, 2, 3), False)
-            engine.backward(engine(words(k, rank()), (0, 1, 2, 3), False))
-            engine.step()
-            oracle.backward(lambda of_rank, k=k: plain(words(k, of_rank), (0, 1, 2, 3), False))
-            oracle.step()
+            step(engine, oracle, k)
         return distance(full_parameters(net), full_parameters(plain))
 
     assert run_ranks(run) == [0.0, 0.0]
@@ -294,10 +299,7 @@ def test_a_gather_of_the_program_in_flight_does_not_hide_an_exception() -> None:
                 engine("no batch", (0, 1, 2, 3), False)
             handle.wait()
             param.partition()
-            engine.backward(engine(words(k, rank()), (0, 1, 2, 3), False))
-            engine.step()
-            oracle.backward(lambda of_rank, k=k: plain(words(k, of_rank), (0, 1, 2, 3), False))
-            oracle.step()
+            step(engine, oracle, k)
         return distance(full_parameters(net), full_parameters(plain))
 
     assert run_ranks(run) == [0.0, 0.0]

@@ -7,10 +7,11 @@ that answers other ranks reads it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class Traffic:
 
 _Call = tuple[str, int, Any, int | None]
 """Its kind, the bytes of its payload, its process group, and its only destination, a rank of that."""
-_Calls = dict[_Call, int]
+_Calls = defaultdict[_Call, int]
 _WHOLE = ("isend", "reduce")  # their payload is sent as it is: of other kinds, each of W ranks sends (W-1)/W of it
 
 
@@ -55,14 +56,13 @@ class SentCounter:
     def __init__(self, between: Callable[[int, Any, int | None, bool], int] | None = None) -> None:
         self.between = between
         # How many there were of each; what they sent is computed when it is asked for.
-        self._of_step: _Calls = {}
-        self._apart: dict[str, _Calls] = {}  # by section
+        self._of_step: _Calls = defaultdict(int)
+        self._apart: dict[str, _Calls] = defaultdict(partial(defaultdict, int))  # by section
         self._calls = self._of_step  # where calls count now
 
     def add(self, kind: str, nbytes: int, process_group: Any) -> None:
         """Count a collective with a payload of ``nbytes``."""
-        call = kind, nbytes, process_group, None
-        self._calls[call] = self._calls[call] + 1 if call in self._calls else 1
+        self._calls[kind, nbytes, process_group, None] += 1
 
     def add_messages(
         self, messages: Iterable[tuple[int, Iterable[torch.Tensor], object]], process_group: Any
@@ -71,13 +71,12 @@ class SentCounter:
         for peer, sent, _ in messages:
             for tensor in sent:
                 if nbytes := tensor.nbytes:
-                    call = "isend", nbytes, process_group, peer
-                    self._calls[call] = self._calls[call] + 1 if call in self._calls else 1
+                    self._calls["isend", nbytes, process_group, peer] += 1
 
     def apart(self, section: str) -> AbstractContextManager[None]:
         """Around what is not part of a step: its traffic counts for the outermost ``section``."""
         is_outermost = self._calls is self._of_step
-        return replaced(self, "_calls", self._apart.setdefault(section, {}) if is_outermost else self._calls)
+        return replaced(self, "_calls", self._apart[section] if is_outermost else self._calls)
 
     @property
     def traffic(self) -> dict[str, Traffic]:

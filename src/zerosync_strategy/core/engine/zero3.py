@@ -88,13 +88,6 @@ def is_released(param: Any) -> bool:
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
-def any_released(params: Iterable[Any]) -> bool:
-    for param in params:  # noqa: SIM110  # no calls
-        if param.ds_status._name_ == "NOT_AVAILABLE":
-            return True
-    return False
-
-
 def least_available(params: Iterable[Any]) -> str:
     """Return the status of DeepSpeed's that is furthest from having all values: of one released, else in flight."""
     least = "AVAILABLE"
