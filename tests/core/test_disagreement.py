@@ -19,16 +19,14 @@ from tests.harness.copying import adamw, loss_of, make_engine, network
 from tests.harness.engines import expect_timeout, rank, start
 from tests.harness.extended import STAGES, VALUES
 from tests.harness.groups import ROWS
+from tests.harness.native import send_natively
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.racecheck import simulate
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach, shard_over
-from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.failures.matching import BegunCollectives
-from zerosync_strategy.core.gradients import placement
-from zerosync_strategy.core.params import gather_groups
 
 TIMEOUT = timedelta(seconds=3)
 SHARDED = dict.fromkeys(
@@ -261,8 +259,7 @@ def test_collectives_of_an_aborted_backward_on_nccl(
 
     Under ZeRO-3, the rank that is further waits for a gather here, where NCCL leaves that to a stream.
     """
-    for module in (collectives, placement, gather_groups):
-        monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
+    send_natively(monkeypatch)
 
     def run() -> float:
         zero = dict.fromkeys(

@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness.engines import expect_timeout, make_engine, rank
+from tests.harness.native import send_natively
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm import collectives, messages
-from zerosync_strategy.core.gradients import placement, reducer
-from zerosync_strategy.core.params import gather_groups
+from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.gradients import reducer
 
 WIDTH = 6
 
@@ -106,8 +106,7 @@ def test_random_calls_on_three_ranks_by_native_collectives(
     stage: int, promised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing but the order decides what meets what."""
-    for module in (collectives, placement, gather_groups):
-        monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
+    send_natively(monkeypatch)
     monkeypatch.setattr(reducer, "SMALL_BYTES", 100)
     for found in run_ranks(errors, stage, range(100, 104), 3, promised, world_size=3, timeout=120):
         assert max(found) == 0.0

@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.harness.engines import make_engine, rank
 from tests.harness.experts import Switch, Tables, gathered_anew
+from tests.harness.native import send_natively
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm import collectives, messages
-from zerosync_strategy.core.gradients import placement, reducer
-from zerosync_strategy.core.params import gather_groups, unit_order
+from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.gradients import reducer
+from zerosync_strategy.core.params import unit_order
 from zerosync_strategy.core.params.units import Unit
 
 WIDTH, EXPERTS, LAYERS, TOKENS, STEPS = 8, 4, 2, 4, 3
@@ -95,8 +96,8 @@ def test_parameters_that_some_ranks_do_not_use(world: int, native: bool, monkeyp
     """By native collectives, nothing but their order on the one process group decides what meets what."""
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(400, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", 400)
-    for module in (collectives, placement, gather_groups) if native else ():
-        monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
+    if native:
+        send_natively(monkeypatch)
     cases = CASES[: 4 if world == 4 else None]
 
     def run() -> Any:

@@ -10,14 +10,12 @@ from tests.harness.copying import loss_of, network
 from tests.harness.engines import make_engine, rank
 from tests.harness.extended import STAGES
 from tests.harness.masters import Masters
+from tests.harness.native import send_natively
 from tests.harness.oracle import NORM, distance, full_parameters
 from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import fp16_supported
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm import collectives
-from zerosync_strategy.core.gradients import placement
-from zerosync_strategy.core.params import gather_groups
 
 LARGEST = torch.finfo(torch.float16).max
 SCALE_POWER = 13
@@ -104,8 +102,7 @@ def test_training(stage: int, options: Any, zero: Any, scale: Any, clip: float, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_whose_sum_is_no_number_of_fp16(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks 40,000 each: NCCL sums in the dtype in which they are sent."""
-    for module in (collectives, placement, gather_groups):
-        monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
+    send_natively(monkeypatch)
 
     def run() -> float:
         with device():

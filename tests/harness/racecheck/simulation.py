@@ -26,12 +26,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tests.harness.native import COALESCED, Works, all_gather_coalesced
 from tests.harness.racecheck.autograd import SimulatedNodes
 from tests.harness.racecheck.checker import Clock
 from tests.harness.racecheck.device import Device, Stream, running_device
@@ -77,7 +78,7 @@ class Simulation(Device):
         for name in ("all_gather_function", "reduce_scatter_function"):  # DeepSpeed's backend keeps references to these
             if (function := getattr(comm.cdb, name, None)) is not None:
                 self.replace(comm.cdb, name, _simulated(function))
-        for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        for name in COALESCED:
             if hasattr(dist.ProcessGroup, name):
                 self.replace(dist.ProcessGroup, name, _simulated(all_gather_coalesced))
         self.replace(dist.ProcessGroup, "_start_coalescing", lambda group, device: self.begin_group())
@@ -136,30 +137,7 @@ class Simulation(Device):
         assert self._group is not None
         works, self._group = self._group, None
         kept = [tensor for each in works for tensor in each.kept]
-        return _Work(self, work or _Works([each.inner for each in works]), Clock(self._group_stream(group).clock), kept)
-
-
-class _Works(NamedTuple):
-    """Several works as one."""
-
-    works: list[Any]
-
-    def wait(self, *args: Any) -> bool:
-        for work in self.works:
-            work.wait(*args)
-        return True
-
-
-_all_gather = dist.ProcessGroup._allgather_base  # itself: a counter of the process group's methods has seen one call
-
-
-def all_gather_coalesced(group: Any, outputs: Any, inputs: Any) -> _Works:
-    """Gather each of ``inputs`` into its output of ``outputs``.
-
-    Gloo's own call runs torch's operators in a thread of its, beside those of this thread. In about one of fifty runs
-    on a loaded machine, the heap was corrupted (torch 2.13).
-    """
-    return _Works([_all_gather(group, output, own) for output, own in zip(outputs, inputs, strict=True)])
+        return _Work(self, work or Works([each.inner for each in works]), Clock(self._group_stream(group).clock), kept)
 
 
 def _simulated(function: Callable[..., Any]) -> Callable[..., Any]:
