@@ -10,7 +10,8 @@ measured on an H200; others by their bytes at 3 TB/s; collectives 50 us and thei
 on each communicator. The host issues each operation 10 us after the one before, or at once with ``--host 0``.
 
 It says what the order of operations allows. What kernels take from each other, and how fast a host is, it does not say.
-DDP's is reckoned, too: stage 2 without communication, and a reduction of each layer as the last backward completes it.
+Communicators have the whole link each, so that what a second one gains is the most that it can. DDP's is reckoned, too:
+stage 2 without communication, and a reduction of each layer as the last backward completes it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -27,25 +29,32 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-LAYERS, BACKWARDS, WIDTH, TOKENS, WORLD_SIZE = 8, 4, 64, 8, 64
+LAYERS, WIDTH, TOKENS, WORLD_SIZE = 8, 64, 8, 64
 WIDE, LONG = 4096 // WIDTH, 8192 // TOKENS  # how many times the widths and tokens are of the model that is meant
 FLOPS, MEMORY, LINK, LATENCY = 600e12, 3e12, 50e9, 50e-6  # 1/s, bytes/s, bytes/s, s
 LAYER_BYTES = 2 * (WIDE * WIDTH) ** 2
+# DeepSpeed's defaults, of this model: what is persistent, and what is gathered ahead.
+DEFAULTS = {"stage3_param_persistence_threshold": 10**5 // WIDE**2, "stage3_prefetch_bucket_size": 5 * 10**7 // WIDE**2}
 RESHARD = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": WIDTH**2}
 SYSTEMS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, options, zero_optimization
     "zerosync-2": (2, {}, {}),
-    "zerosync-3": (3, {}, {}),
-    "zerosync-3-held": (3, {"param_memory_budget": "all"}, {}),
+    "zerosync-3": (3, {}, DEFAULTS),
+    "zerosync-3-held": (3, {"param_memory_budget": "all"}, DEFAULTS),
     # DeepSpeed's defaults are 1e9 elements, of which a model of 7 B has a seventh; here of this model's.
     "zerosync-3-as-7b": (3, {}, {**RESHARD, "stage3_max_reuse_distance": LAYERS * WIDTH**2 // 7}),
+    "zerosync-3-as-7b-own": (
+        3,
+        {"unshard_streams": "own_communicator"},
+        {**RESHARD, "stage3_max_reuse_distance": LAYERS * WIDTH**2 // 7},
+    ),
     "zerosync-3-resharding": (3, {}, {**RESHARD, "stage3_max_reuse_distance": 0}),
 }
 
 
-def ddp(compute: float) -> tuple[float, float]:
+def ddp(compute: float, link: float) -> tuple[float, float]:
     """Seconds of a step that computes for ``compute``, and of its collectives."""
     product = 2 * (WIDE * WIDTH) ** 2 * LONG * TOKENS / FLOPS
-    reduction = LATENCY + 2 * LAYER_BYTES * (WORLD_SIZE - 1) / WORLD_SIZE / LINK
+    reduction = LATENCY + 2 * LAYER_BYTES * (WORLD_SIZE - 1) / WORLD_SIZE / link
     ready = free = 0.0  # the next layer's gradient, and the communicator
     for _ in range(LAYERS):
         ready += 2 * product
@@ -53,7 +62,7 @@ def ddp(compute: float) -> tuple[float, float]:
     return compute + free - ready, LAYERS * reduction
 
 
-def measure(system: str, links: float, host: float) -> tuple[float, float, int]:
+def measure(system: str, link: float, host: float, backwards: int) -> tuple[float, float, int]:
     """Seconds of a step, of its collectives and how many there are. In a process of its own."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD_SIZE)}
     os.environ["LOCAL_WORLD_SIZE"] = "8"
@@ -104,10 +113,10 @@ def measure(system: str, links: float, host: float) -> tuple[float, float, int]:
         def _collective(self, name: str, touched: list[tuple[torch.Tensor, bool]]) -> float:
             nbytes = max(sum(t.nbytes for t, written in touched if written is on) for on in (True, False))
             passes = 2 if "reduce" in name and "scatter" not in name else 1
-            took = passes * nbytes * WIDE**2 * (WORLD_SIZE - 1) / WORLD_SIZE / LINK * links
+            took = passes * nbytes * WIDE**2 * (WORLD_SIZE - 1) / WORLD_SIZE / link
             if self._call is not self._active_call:  # else one of several in a launch
                 self.launched += 1
-                took += LATENCY * (links > 0)
+                took += 0 if link == math.inf else LATENCY
             self._call = self._active_call
             self.busy += took
             return took
@@ -125,7 +134,7 @@ def measure(system: str, links: float, host: float) -> tuple[float, float, int]:
     torch.manual_seed(0)
     stage, options, zero = SYSTEMS[system]
     prepare_cpu()
-    messages.LEAST = messages.LEAST_OF_RANK = 0
+    messages.LEAST, messages.LEAST_OF_RANK = messages.LEAST // WIDE**2, messages.LEAST_OF_RANK // WIDE**2
     reducer.SMALL_BYTES //= WIDE**2
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     bucket = int(5e8) // WIDE**2
@@ -144,7 +153,7 @@ def measure(system: str, links: float, host: float) -> tuple[float, float, int]:
         batch = torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16)
 
         def step() -> float:
-            for _ in range(BACKWARDS):
+            for _ in range(backwards):
                 engine.backward(engine(batch).float().square().mean())
             engine.step()
             return max(device.now, device.end_of(device.current.clock))
@@ -160,33 +169,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--host", type=float, default=10, help="microseconds from one operation's issue to the next")
+    parser.add_argument("--links", nargs="+", type=float, default=[LINK / 1e9], help="GB/s of each GPU")
+    parser.add_argument("--backwards", nargs="+", type=int, default=[4], help="of a step")
     parser.add_argument("--output", type=Path, help="write FILE.json and FILE.md")
     options = parser.parse_args()
-    runs: list[tuple[str, float, float, float, int]] = []
-    for system in dict.fromkeys(["zerosync-2", *options.systems]):
-        found = []
-        for links in (1.0, 0.0):
-            with multiprocessing.get_context("spawn").Pool(1) as process:
-                found.append(process.apply(measure, (system, links, options.host / 1e6)))
-        (took, busy, launched), (without, *_) = found
-        if not runs:
-            of_ddp, reductions = ddp(without)
-            runs.append(("ddp", of_ddp, without, reductions, LAYERS))
-        runs.append((system, took, without, busy, launched))
+
+    def reckon(system: str, link: float, backwards: int) -> tuple[float, float, int]:
+        with multiprocessing.get_context("spawn").Pool(1) as process:
+            return process.apply(measure, (system, link, options.host / 1e6, backwards))
+
+    columns = ("backwards", "link", "system", "step", "compute", "communication", "collectives")  # s, bytes/s
+    runs: list[dict[str, Any]] = []
     lines = [
-        "| system | step, ms | of DDP's | without communication, ms | communication, ms | collectives |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| backwards | GB/s | system | step, ms | of DDP's | without communication, ms | communication, ms | collectives |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
-    for system, step, without, busy, count in runs:
-        cells = f"{1e3 * step:.1f} | {step / runs[0][1]:.2f} | {1e3 * without:.1f} | {1e3 * busy:.1f} | {count}"
-        lines.append(f"| {system} | {cells} |")
+    for backwards in options.backwards:
+        computes = {system: reckon(system, math.inf, backwards)[0] for system in {"zerosync-2", *options.systems}}
+        for link in options.links:
+            of_ddp, reductions = ddp(computes["zerosync-2"], 1e9 * link)
+            rows: list[tuple[Any, ...]] = [("ddp", of_ddp, computes["zerosync-2"], reductions, LAYERS)]
+            for system in options.systems:
+                step, busy, count = reckon(system, 1e9 * link, backwards)
+                rows.append((system, step, computes[system], busy, count))
+            for system, step, compute, busy, count in rows:
+                runs.append(
+                    dict(zip(columns, (backwards, 1e9 * link, system, step, compute, busy, count), strict=True))
+                )
+                cells = f"{1e3 * step:.1f} | {step / of_ddp:.2f} | {1e3 * compute:.1f} | {1e3 * busy:.1f} | {count}"
+                lines.append(f"| {backwards} | {link:g} | {system} | {cells} |")
     print(*lines, sep="\n")
     if options.output:
         from output import command
 
-        names = ("system", "step", "compute", "communication", "collectives")  # in seconds
-        record: dict[str, Any] = {"date": str(date.today()), "command": command()}
-        record |= {"runs": [dict(zip(names, run, strict=True)) for run in runs]}
+        record = {"date": str(date.today()), "command": command(), "runs": runs}
         options.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
         versions = f"torch {version('torch')}, deepspeed {version('deepspeed')}"
         head = f"# {record['date']}: a step's timeline, reckoned\n\n{versions}.\n\n    {record['command']}\n\n"
