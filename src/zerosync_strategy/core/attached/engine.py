@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.bound import bounded
 from zerosync_strategy.core.attached.flat import FlatStage
 from zerosync_strategy.core.attached.guards import Guards
-from zerosync_strategy.core.attached.meter import StepMeter, label_of
+from zerosync_strategy.core.attached.meter import PrintedReports, StepMeter, label_of
 from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.attached.statistics import RunningStatistics

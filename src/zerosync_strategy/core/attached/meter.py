@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.announcement import PrintedReports
+from zerosync_strategy.core.announcement import REPORT, say
 from zerosync_strategy.core.attached.stage import Parts
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
 from zerosync_strategy.core.comm.nodes import Sent
@@ -17,6 +18,28 @@ from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.report import StepReport, size_text
 
 _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_host_bytes", "loaded_bytes")
+
+
+class PrintedReports:
+    """Logs a one-line report after every ``every`` optimizer steps, or appends it to a file. For one rank."""
+
+    def __init__(self, every: int, file: str | None) -> None:
+        if said := os.environ.get(REPORT):
+            number, _, path = said.partition(":")
+            if not number.isdecimal():
+                raise ValueError(f"{REPORT} takes a number of optimizer steps, or with a file N:FILE, got {said!r}.")
+            every, file = int(number), path or file
+        self.every, self._file = every, file
+
+    def note(self, step: int, line: Callable[[], str]) -> None:
+        """Report the optimizer step number ``step``, from 1, if its turn has come; ``line`` returns the report."""
+        if not self.every or step % self.every:
+            return
+        if self._file is None:
+            say(line())
+            return
+        with open(self._file, "a") as lines:
+            lines.write(f"{line()}\n")
 
 
 class StepMeter:
