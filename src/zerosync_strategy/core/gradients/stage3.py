@@ -21,16 +21,9 @@ from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
+from zerosync_strategy.core.gradients.layout import Read, ShardLayout, ShardSlice
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.placement import (
-    Read,
-    ReduceScatterInput,
-    RowPlacement,
-    Scaling,
-    ShardLayout,
-    ShardSlice,
-    with_zeros,
-)
+from zerosync_strategy.core.gradients.placement import ReduceScatterInput, RowPlacement, Scaling, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
