@@ -219,7 +219,7 @@ def test_a_step_that_raises_half_way(tmp_path: Path) -> None:
         zerosync = attach(engine)
         oracle = Oracle(plain, torch.optim.AdamW(plain.parameters()))
         stock, calls = torch.optim.AdamW.step.__wrapped__, []  # type: ignore[attr-defined]
-        assert len(attached_of(zerosync).masters.slices()[0][1]) > 3
+        assert len(attached_of(zerosync).stage.masters.slices()[0][1]) > 3
 
         def failing(*args: Any) -> Any:
             calls.append(args)

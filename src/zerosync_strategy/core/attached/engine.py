@@ -67,16 +67,20 @@ class AttachedEngine:
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
 
     def __init__(self, engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
+        # 1. What may raise on all ranks, before anything is changed.
         _check_options(engine, config, whole)
-        reports = PrintedReports(config.report_every, config.report_file)  # on all ranks: it may raise
+        reports = PrintedReports(config.report_every, config.report_file)
+        # 2. The process: its patches, until the last engine is detached.
         self.number = next(_numbers)
         _patch_process(engine)
         self._rank_status = rank_status()
-        names = {param: name for name, param in engine.module.named_parameters()}
+        # 3. What is sent: in which messages, between which nodes, and its count.
         group = zero.data_parallel_group(engine.optimizer)
         config = bounded(engine, config, dist.get_world_size(group))
         messages, topology = messages_of(group, engine.device), Topology(config.node_size, group)
         counter = SentCounter(topology.between)
+        # 4. Gradients: their shards, the reduction into these, the window. They ask the stage, which is made of them.
+        names = {param: name for name, param in engine.module.named_parameters()}
         of_stage: Any = PerParamShards if zero.stage(engine) == 3 else FlatShards
         shards = of_stage(engine, config, topology, counter, whole)
         reducer = Reducer(shards, config, names, messages, lambda: self.stage.first_uses())
@@ -84,8 +88,9 @@ class AttachedEngine:
         last = LastBackward(config.overlap_last, engine.gradient_accumulation_steps())
         if not shards.computes_norm and zero.stage(engine) < 3:
             last.expect_none()  # where DeepSpeed computes no norm, the host waits for nothing
-        window = Window(reducer, last, self.activity, self._backward_begins, changes)
+        window = Window(reducer, last, self.activity, lambda opens: self.stage.backward_begins(opens), changes)
         compilation.keep_out_of_graphs(window.added)
+        # 5. Parameters: the stage, with master weights and stepper.
         self.parts = parts = Parts(
             engine, config, names, reducer, window, MasterWeights(shards.streams),
             RunningStatistics(engine.module, group, counter), counter, HostCopies(), self.activity, self.apart,
@@ -95,14 +100,12 @@ class AttachedEngine:
             self.stage = ShardedStage(parts, shards, whole, messages, topology, _is_constant)
         else:
             self.stage = FlatStage(parts, shards, whole)
-        stage = self.stage
-        self.masters, self.stepper, self.pending = stage.masters, stage.stepper, stage.pending
-        self.by_name = None
-        if isinstance(self.stepper, WholeStepper):
-            self.by_name = StatesByName(engine, self.stepper, names)
-        budgets = automatic_budgets(engine, config, reducer, stage.of_module)
+        # 6. What looks at all of these.
+        stepper, of_module = self.stage.stepper, self.stage.of_module
+        self.by_name = StatesByName(engine, stepper, names) if isinstance(stepper, WholeStepper) else None
+        budgets = automatic_budgets(engine, config, reducer, of_module)
         printed = reports if dist.get_rank() == 0 else None
-        self.meter = StepMeter(parts, stage.of_module, budgets, printed, lambda: label_of(self, self.all))
+        self.meter = StepMeter(parts, of_module, budgets, printed, lambda: label_of(self, self.all))
         self.guards = Guards(parts)
         self._compiled: CompiledGradients | None = None  # set when DeepCompile compiles this engine
         self._undo = ExitStack()  # undoes :meth:`begin`, last things first
@@ -131,7 +134,7 @@ class AttachedEngine:
             undo(parts.reducer.detach)
             undo(self.stage.detach)
             stack.enter_context(zero.time_by_the_host(engine))
-            undo(self.pending.restore_clip_norm)
+            undo(self.stage.pending.restore_clip_norm)
             AttachedEngine.all.add(self)
             undo(AttachedEngine.all.discard, self)
             self._undo = stack.pop_all()
@@ -142,7 +145,7 @@ class AttachedEngine:
 
     def fragments_linked(self) -> None:
         """Wrap the functions behind ``safe_get_...`` again, after DeepSpeed has replaced them."""
-        fragments.intercept(self.parts.reducer.params, self.pending)
+        fragments.intercept(self.parts.reducer.params, self.stage.pending)
 
     def detach(self) -> None:
         """Restore the engine; raise ``RuntimeError`` if that is impossible."""
@@ -197,13 +200,9 @@ class AttachedEngine:
         if trains:  # else the loss passes through to other engines
             self.parts.window.enter_graph()
 
-    def _backward_begins(self, opens: bool) -> None:
-        self.stepper.backward_begins(opens)
-        self.stage.backward_begins()
-
     def zero_grad(self) -> None:
-        self.pending.dropped()
-        self.stepper.reset()
+        self.stage.pending.dropped()
+        self.stage.stepper.reset()
         self.parts.window.zero_grad()
 
     def module_zeroed(self, params: Set[int]) -> None:
@@ -227,10 +226,10 @@ class AttachedEngine:
                 self.meter.step_begins()
                 stage.before_update()
             try:
-                with phase("step"), stage.updating(), self.stepper.stepping():
+                with phase("step"), stage.updating(), self.stage.stepper.stepping():
                     yield
             finally:
-                self.pending.restore_clip_norm()
+                self.stage.pending.restore_clip_norm()
                 stage.written(by_step=True)
             stage.after_update()
             self.parts.statistics.share()
@@ -238,21 +237,21 @@ class AttachedEngine:
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:
         """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective."""
-        if mode == self.stepper.mode:  # as in programs that call it before each backward
+        if mode == self.stage.stepper.mode:  # as in programs that call it before each backward
             switch()
             return
         call = f"optimizer.{mode}()"
         self.guards.check_inference(call)
         with self.apart("exchanged weights"), self.activity(call), self.stage.as_they_are():
-            self.stage.change_masters(lambda: self.stepper.change(switch))
+            self.stage.change_masters(lambda: self.stage.stepper.change(switch))
             self.stage.written(by_step=False)
-        self.stepper.mode = mode
+        self.stage.stepper.mode = mode
 
     def states_loaded(self) -> None:
         engine: Any = self.parts.engine
         # Gradients were dropped, and a run may accumulate over another number of backwards than the one that saved.
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
-        self.stepper.mode = ""
+        self.stage.stepper.mode = ""
         self.guard_states()
         self.stage.written(by_step=False)
 
