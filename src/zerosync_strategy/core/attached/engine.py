@@ -1,4 +1,21 @@
-"""An attached engine: its parts, and what DeepSpeed's overridden methods do with them."""
+"""An attached engine: its parts, and what DeepSpeed's overridden methods do with them.
+
+The timeline of a step. What is sent at a point is sent by all ranks alike:
+
+==============  ============================  ==============================  =====================================
+when            function                      gradients                       sent
+==============  ============================  ==============================  =====================================
+backward, step  ``ReductionPipeline.launch``  local, on the parameters        the reductions
+issued          ``Stage.pass_issued``         on their way into the shards    comparisons of what ranks have gathered
+reduced         ``StepObserver.reduced``      averages, in the shards         what observers sum
+norm            ``Norm.begin``                averages, in the shards         one sum, again if they are changed
+the program     ``PendingGradients``          read and changed                as it asks, if it reduces before a step
+before update   ``Stage.before_update``       as the program has left them    states that a checkpoint has moved
+update          ``Stepper.stepping``          clipped, then used up           on stages 1 and 2 the parameters
+after update    ``Stage.after_update``        none                            running statistics
+report          ``StepMeter.step_done``       none                            nothing
+==============  ============================  ==============================  =====================================
+"""
 
 from __future__ import annotations
 
@@ -37,6 +54,7 @@ from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
+from zerosync_strategy.core.gradients.unit_norms import UnitNorms
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.edits import MasterWeights, guard_states, unguard_states
 from zerosync_strategy.core.optimizer.whole import StatesByName, WholeStepper
@@ -83,6 +101,7 @@ class AttachedEngine:
         names = {param: name for name, param in engine.module.named_parameters()}
         of_stage: Any = PerParamShards if zero.stage(engine) == 3 else FlatShards
         shards = of_stage(engine, config, topology, counter, whole)
+        observers = [UnitNorms(shards, names)] if config.unit_norms else []  # may raise: before the module is changed
         reducer = Reducer(shards, config, names, messages, lambda: self.stage.first_uses())
         changes = LocalChanges(reducer.params, names)
         last = LastBackward(config.overlap_last, engine.gradient_accumulation_steps())
@@ -105,7 +124,8 @@ class AttachedEngine:
         self.by_name = StatesByName(engine, stepper, names) if isinstance(stepper, WholeStepper) else None
         budgets = automatic_budgets(engine, config, reducer, of_module)
         printed = reports if dist.get_rank() == 0 else None
-        self.meter = StepMeter(parts, of_module, budgets, printed, lambda: label_of(self, self.all))
+        self.meter = StepMeter(parts, of_module, budgets, printed, observers, lambda: label_of(self, self.all))
+        reducer.on_reduced += [observer.reduced for observer in observers]
         self.guards = Guards(parts)
         self._compiled: CompiledGradients | None = None  # set when DeepCompile compiles this engine
         self._undo = ExitStack()  # undoes :meth:`begin`, last things first

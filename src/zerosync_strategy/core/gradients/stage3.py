@@ -163,19 +163,10 @@ class PerParamShards(GradientShards):
         # DeepSpeed gets what this rank counts in the norm. The step reads `owned`.
         by_group = [list(self.owned.values())]
         if not self.computes_norm:
-            own, nothing = self.own_gradients(), by_group[0][0][:0]
+            own, nothing = {param: part for param, _, part in self.of_params()}, by_group[0][0][:0]
             groups = zero3_optimizer.param_groups(self.optimizer)
             by_group = [[own.get(param, nothing) for param in group] for group in groups]
         zero3_optimizer.give_gradients(self.optimizer, by_group)
-
-    def own_gradients(self) -> dict[Any, torch.Tensor]:
-        """Return the averaged gradients of the parameters that this rank owns, flat."""
-        return {
-            param: part.of(shard)
-            for layout, shard in self.owned.items()
-            for param in layout.own_offsets
-            for part in layout.shard_slices(param)
-        }
 
     def layout_of(self, param: Any) -> OwnedLayout:
         return next(layout for layout in self.layouts if isinstance(layout, OwnedLayout) and param in layout.owners)
