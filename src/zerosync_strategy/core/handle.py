@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.attached.full_weights import FullWeights, export_weights
+from zerosync_strategy.core.attached.full_weights import FullWeights, export_weights, full_state, load_full_state
 from zerosync_strategy.core.checkpoints.background import wait_for_save
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options.budgets import parse_bytes
-from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
+from zerosync_strategy.core.params.full_parameters import full_parameters
 from zerosync_strategy.core.report import StepReport
 
 
@@ -262,8 +262,7 @@ class ZeroSync:
         Raises:
             ValueError: the engine is not of stage 3.
         """
-        self._while_attached("full_state()")
-        return full_state(self.engine)
+        return full_state(self._while_attached("full_state()"))
 
     def load_full_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set stage 3's parameters to the values that :meth:`full_state` has returned on this rank. Collective.
@@ -271,9 +270,9 @@ class ZeroSync:
         Raises:
             ValueError: on every rank, if a parameter is missing or has another shape on some rank.
         """
-        self._while_attached("load_full_state()")
+        attached = self._while_attached("load_full_state()")
         self.abort("load_full_state() was called")
-        load_full_state(self.engine, state)
+        load_full_state(attached, state)
 
     def wait_for_save(self) -> None:
         """Wait until no checkpoint is being written in the background. Call it on every rank.
