@@ -13,7 +13,7 @@ the program     ``PendingGradients``          read and changed                as
 before update   ``Stage.before_update``       as the program has left them    states that a checkpoint has moved
 update          ``Stepper.stepping``          clipped, then used up           on stages 1 and 2 the parameters
 after update    ``Stage.after_update``        none                            running statistics
-report          ``StepMeter.step_done``       none                            nothing
+report          ``StepMeter.step_done``       none                            how much automatic budgets hold, once
 ==============  ============================  ==============================  =====================================
 """
 
