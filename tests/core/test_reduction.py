@@ -18,7 +18,7 @@ from tests.harness.releases import since
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, messages
-from zerosync_strategy.core.gradients import placement, reducer
+from zerosync_strategy.core.gradients import layout, placement, reducer
 from zerosync_strategy.core.gradients.window import Window
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
@@ -434,7 +434,7 @@ def test_what_an_abort_has_abandoned_is_freed_once_it_is_complete() -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """R2: two at a time, however many there are."""
-    for module in (collectives, placement) if native else ():
+    for module in (collectives, layout) if native else ():
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
     monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(LAYER // 3, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", LAYER // 3)
@@ -466,7 +466,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
 def test_the_way_of_nccl(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent where the backend has a reduce-scatter, here over gloo's: each gradient once, into its shard."""
     monkeypatch.setattr(collectives, "is_native", lambda process_group, device: True)
-    monkeypatch.setattr(placement, "is_native", lambda process_group, device: True)
+    monkeypatch.setattr(layout, "is_native", lambda process_group, device: True)
 
     def run() -> Any:
         found = {}

@@ -18,7 +18,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.engine import zero3_optimizer
-from zerosync_strategy.core.gradients import placement, reducer
+from zerosync_strategy.core.gradients import layout, reducer
 from zerosync_strategy.core.optimizer import masters
 
 WIDTHS = (7, 9, 11, 5, 6)
@@ -58,7 +58,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which gathers and steps of pieces were made, in their order."""
     made: list[str] = []
-    gather, step = placement.all_gather, torch.optim.AdamW.step
+    gather, step = layout.all_gather, torch.optim.AdamW.step
 
     def stepping(self: Any, *args: Any) -> Any:
         made.append(f"step {sum(param.numel() for group in self.param_groups for param in group['params'])}")
@@ -69,7 +69,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return gather(rows, *args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
-    monkeypatch.setattr(placement, "all_gather", gathering)
+    monkeypatch.setattr(layout, "all_gather", gathering)
     return made
 
 
@@ -219,7 +219,7 @@ def test_a_step_that_raises_half_way(tmp_path: Path) -> None:
         zerosync = attach(engine)
         oracle = Oracle(plain, torch.optim.AdamW(plain.parameters()))
         stock, calls = torch.optim.AdamW.step.__wrapped__, []  # type: ignore[attr-defined]
-        assert len(attached_of(zerosync).masters.slices()[0][1]) > 3
+        assert len(attached_of(zerosync).stage.masters.slices()[0][1]) > 3
 
         def failing(*args: Any) -> Any:
             calls.append(args)

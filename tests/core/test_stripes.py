@@ -20,7 +20,7 @@ from tests.harness.releases import except_from
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import messages
 from zerosync_strategy.core.comm.journal import SentCounter
-from zerosync_strategy.core.gradients.placement import Stripes
+from zerosync_strategy.core.gradients.stage12 import Stripes
 
 WIDTHS = (7, 5, 11, 3, 6)
 

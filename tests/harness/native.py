@@ -31,10 +31,10 @@ def all_gather_coalesced(group: Any, outputs: Any, inputs: Any) -> Works:
 def send_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gradients and parameters go by the backend's own collectives."""
     from zerosync_strategy.core.comm import collectives  # not above: the race checker needs torch alone
-    from zerosync_strategy.core.gradients import placement
+    from zerosync_strategy.core.gradients import layout
     from zerosync_strategy.core.params import gather_groups
 
-    for module in (collectives, placement, gather_groups):
+    for module in (collectives, layout, gather_groups):
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
     for name in COALESCED:
         if hasattr(dist.ProcessGroup, name):

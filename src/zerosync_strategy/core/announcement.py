@@ -1,11 +1,10 @@
-"""Output of a run: lines of the logger ``zerosync_strategy``, reports, and notes for ``zerosync run``."""
+"""Output of a run: lines of the logger ``zerosync_strategy``, and notes for ``zerosync run``."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -48,25 +47,3 @@ def note(text: str) -> None:
         with suppress(OSError), open(file, "r+") as lines:  # on another node the file does not exist
             lines.seek(0, os.SEEK_END)
             lines.write(f"{text}\n")
-
-
-class PrintedReports:
-    """Logs a one-line report after every ``every`` optimizer steps, or appends it to a file. For one rank."""
-
-    def __init__(self, every: int, file: str | None) -> None:
-        if said := os.environ.get(REPORT):
-            number, _, path = said.partition(":")
-            if not number.isdecimal():
-                raise ValueError(f"{REPORT} takes a number of optimizer steps, or with a file N:FILE, got {said!r}.")
-            every, file = int(number), path or file
-        self.every, self._file = every, file
-
-    def note(self, step: int, line: Callable[[], str]) -> None:
-        """Report the optimizer step number ``step``, from 1, if its turn has come; ``line`` returns the report."""
-        if not self.every or step % self.every:
-            return
-        if self._file is None:
-            say(line())
-            return
-        with open(self._file, "a") as lines:
-            lines.write(f"{line()}\n")

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.attached.full_weights import FullWeights, export_weights
+from zerosync_strategy.core.attached.full_weights import FullWeights, export_weights, full_state, load_full_state
 from zerosync_strategy.core.checkpoints.background import wait_for_save
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options.budgets import parse_bytes
-from zerosync_strategy.core.params.full_parameters import full_parameters, full_state, load_full_state
+from zerosync_strategy.core.params.full_parameters import full_parameters
 from zerosync_strategy.core.report import StepReport
 
 
@@ -68,7 +68,7 @@ class ZeroSync:
 
     def reduce(self) -> None:
         """Reduce the window now, so that code from here to ``step()`` can use averaged gradients. Collective."""
-        self._while_attached("reduce()").pending.reduce()
+        self._while_attached("reduce()").stage.pending.reduce()
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Drop the gradients of the open window and close it, with a warning and without a collective (W3)."""
@@ -92,7 +92,7 @@ class ZeroSync:
             A scalar on the engine's device, the same on every rank; infinite if a gradient is not finite, and 0 if no
             backward ran since the last step. The next step uses this norm and does not compute it again.
         """
-        return self._while_attached("gradient_norm()").pending.gradient_norm()
+        return self._while_attached("gradient_norm()").stage.pending.gradient_norm()
 
     def mean_over(self, items: float | torch.Tensor) -> None:
         """Make the next step that of the mean over items, as tokens. For the option ``loss_reduction="sum"``.
@@ -110,7 +110,7 @@ class ZeroSync:
             ValueError: ``items`` is no number of items, or the option is not set.
             RuntimeError: the gradients are reduced already.
         """
-        pending = self._while_attached("mean_over()").pending
+        pending = self._while_attached("mean_over()").stage.pending
         pending.mean_over(items, self.losses_divided_by() * self.engine.gradient_accumulation_steps())
 
     @contextmanager
@@ -123,7 +123,7 @@ class ZeroSync:
         ``clip_next_step()`` clips these gradients immediately; if it was called before, they are clipped on entry.
         Without a backward since the last step, there are no gradients.
         """
-        with self._while_attached("full_gradients()").pending.full_gradients():
+        with self._while_attached("full_gradients()").stage.pending.full_gradients():
             yield
 
     @contextmanager
@@ -136,7 +136,7 @@ class ZeroSync:
         Raises:
             RuntimeError: they are reduced already, by a backward that was taken for the last of its window.
         """
-        with self._while_attached("local_gradients()").pending.local_gradients():
+        with self._while_attached("local_gradients()").stage.pending.local_gradients():
             yield
 
     @property
@@ -156,12 +156,12 @@ class ZeroSync:
         """
         if not (isinstance(max_norm, (Real, torch.Tensor)) and max_norm >= 0):
             raise ValueError(f"clip_next_step() takes a norm of 0 or more, got max_norm={max_norm!r}.")
-        self._while_attached("clip_next_step()").pending.clip(float(max_norm))
+        self._while_attached("clip_next_step()").stage.pending.clip(float(max_norm))
 
     @property
     def clips_next_step(self) -> bool:
         """Whether :meth:`clip_next_step` was called for the next step."""
-        return self._attached.pending.is_clipped
+        return self._attached.stage.pending.is_clipped
 
     @contextmanager
     def full_parameters(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
@@ -262,8 +262,7 @@ class ZeroSync:
         Raises:
             ValueError: the engine is not of stage 3.
         """
-        self._while_attached("full_state()")
-        return full_state(self.engine)
+        return full_state(self._while_attached("full_state()"))
 
     def load_full_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Set stage 3's parameters to the values that :meth:`full_state` has returned on this rank. Collective.
@@ -271,9 +270,9 @@ class ZeroSync:
         Raises:
             ValueError: on every rank, if a parameter is missing or has another shape on some rank.
         """
-        self._while_attached("load_full_state()")
+        attached = self._while_attached("load_full_state()")
         self.abort("load_full_state() was called")
-        load_full_state(self.engine, state)
+        load_full_state(attached, state)
 
     def wait_for_save(self) -> None:
         """Wait until no checkpoint is being written in the background. Call it on every rank.

@@ -65,7 +65,8 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
 
 def client_state(attached: AttachedEngine) -> dict[str, Any]:
     """Return ZeroSync's entries for the client state of a checkpoint. Collective."""
-    cohorts = attached.stepper.state(attached.parts.names, zero.data_parallel_group(attached.parts.engine.optimizer))
+    parts = attached.parts
+    cohorts = attached.stage.stepper.state(parts.names, zero.data_parallel_group(parts.engine.optimizer))
     return of_every_format(attached) | ({_COHORTS: cohorts} if cohorts else {})
 
 
@@ -176,7 +177,7 @@ def loaded(attached: AttachedEngine, path: Any, found: tuple[Any, Any], optimize
     cohorts = state.pop(_COHORTS, [])
     take_last(attached, state)
     if optimizer_states:
-        attached.stepper.load(cohorts, attached.parts.names)
+        attached.stage.stepper.load(cohorts, attached.parts.names)
     return found
 
 

@@ -47,7 +47,7 @@ class Contents:
 
     def __init__(self, attached: AttachedEngine) -> None:
         self._attached, self._engine = attached, attached.parts.engine
-        self._masters, self._stepper = attached.masters, attached.stepper
+        self._masters, self._stepper = attached.stage.masters, attached.stage.stepper
         self._flats = [master.flat for master in self._masters.by_param()]
         self._parts = list(self._masters.parts())
         trained = {part.param for part in self._parts}

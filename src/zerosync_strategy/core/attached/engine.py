@@ -1,4 +1,21 @@
-"""An attached engine: its parts, and what DeepSpeed's overridden methods do with them."""
+"""An attached engine: its parts, and what DeepSpeed's overridden methods do with them.
+
+The timeline of a step. What is sent at a point is sent by all ranks alike:
+
+==============  ============================  ==============================  =====================================
+when            function                      gradients                       sent
+==============  ============================  ==============================  =====================================
+backward, step  ``ReductionPipeline.launch``  local, on the parameters        the reductions
+issued          ``Stage.pass_issued``         on their way into the shards    comparisons of what ranks have gathered
+reduced         ``StepObserver.reduced``      averages, in the shards         what observers sum
+norm            ``Norm.begin``                averages, in the shards         one sum, again if they are changed
+the program     ``PendingGradients``          read and changed                as it asks, if it reduces before a step
+before update   ``Stage.before_update``       as the program has left them    states that a checkpoint has moved
+update          ``Stepper.stepping``          clipped, then used up           on stages 1 and 2 the parameters
+after update    ``Stage.after_update``        none                            running statistics
+report          ``StepMeter.step_done``       none                            how much automatic budgets hold, once
+==============  ============================  ==============================  =====================================
+"""
 
 from __future__ import annotations
 
@@ -12,11 +29,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.announcement import PrintedReports
 from zerosync_strategy.core.attached.bound import bounded
 from zerosync_strategy.core.attached.flat import FlatStage
 from zerosync_strategy.core.attached.guards import Guards
-from zerosync_strategy.core.attached.meter import StepMeter, label_of
+from zerosync_strategy.core.attached.meter import PrintedReports, StepMeter, label_of
 from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.attached.statistics import RunningStatistics
@@ -38,6 +54,7 @@ from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
+from zerosync_strategy.core.gradients.unit_norms import UnitNorms
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.edits import MasterWeights, guard_states, unguard_states
 from zerosync_strategy.core.optimizer.whole import StatesByName, WholeStepper
@@ -68,25 +85,31 @@ class AttachedEngine:
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
 
     def __init__(self, engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
+        # 1. What may raise on all ranks, before anything is changed.
         _check_options(engine, config, whole)
-        reports = PrintedReports(config.report_every, config.report_file)  # on all ranks: it may raise
+        reports = PrintedReports(config.report_every, config.report_file)
+        # 2. The process: its patches, until the last engine is detached.
         self.number = next(_numbers)
         _patch_process(engine)
         self._rank_status = rank_status()
-        names = {param: name for name, param in engine.module.named_parameters()}
+        # 3. What is sent: in which messages, between which nodes, and its count.
         group = zero.data_parallel_group(engine.optimizer)
         config = bounded(engine, config, dist.get_world_size(group))
         messages, topology = messages_of(group, engine.device), Topology(config.node_size, group)
         counter = SentCounter(topology.between)
+        # 4. Gradients: their shards, the reduction into these, the window. They ask the stage, which is made of them.
+        names = {param: name for name, param in engine.module.named_parameters()}
         of_stage: Any = PerParamShards if zero.stage(engine) == 3 else FlatShards
         shards = of_stage(engine, config, topology, counter, whole)
+        observers = [UnitNorms(shards, names)] if config.unit_norms else []  # may raise: before the module is changed
         reducer = Reducer(shards, config, names, messages, lambda: self.stage.first_uses())
         changes = LocalChanges(reducer.params, names)
         last = LastBackward(config.overlap_last, engine.gradient_accumulation_steps())
         if not shards.computes_norm and zero.stage(engine) < 3:
             last.expect_none()  # where DeepSpeed computes no norm, the host waits for nothing
-        window = Window(reducer, last, self.activity, self._backward_begins, changes)
+        window = Window(reducer, last, self.activity, lambda opens: self.stage.backward_begins(opens), changes)
         compilation.keep_out_of_graphs(window.added)
+        # 5. Parameters: the stage, with master weights and stepper.
         self.parts = parts = Parts(
             engine, config, names, reducer, window, MasterWeights(shards.streams),
             RunningStatistics(engine.module, group, counter), counter, HostCopies(), self.activity, self.apart,
@@ -96,14 +119,13 @@ class AttachedEngine:
             self.stage = ShardedStage(parts, shards, whole, messages, topology, _is_constant)
         else:
             self.stage = FlatStage(parts, shards, whole)
-        stage = self.stage
-        self.masters, self.stepper, self.pending = stage.masters, stage.stepper, stage.pending
-        self.by_name = None
-        if isinstance(self.stepper, WholeStepper):
-            self.by_name = StatesByName(engine, self.stepper, names)
-        budgets = automatic_budgets(engine, config, reducer, stage.of_module)
+        # 6. What looks at all of these.
+        stepper, of_module = self.stage.stepper, self.stage.of_module
+        self.by_name = StatesByName(engine, stepper, names) if isinstance(stepper, WholeStepper) else None
+        budgets = automatic_budgets(engine, config, reducer, of_module)
         printed = reports if dist.get_rank() == 0 else None
-        self.meter = StepMeter(parts, stage.of_module, budgets, printed, lambda: label_of(self, self.all))
+        self.meter = StepMeter(parts, of_module, budgets, printed, observers, lambda: label_of(self, self.all))
+        reducer.on_reduced += [observer.reduced for observer in observers]
         self.guards = Guards(parts)
         self._compiled: CompiledGradients | None = None  # set when DeepCompile compiles this engine
         self._undo = ExitStack()  # undoes :meth:`begin`, last things first
@@ -132,7 +154,7 @@ class AttachedEngine:
             undo(parts.reducer.detach)
             undo(self.stage.detach)
             stack.enter_context(zero.time_by_the_host(engine))
-            undo(self.pending.restore_clip_norm)
+            undo(self.stage.pending.restore_clip_norm)
             AttachedEngine.all.add(self)
             undo(AttachedEngine.all.discard, self)
             self._undo = stack.pop_all()
@@ -143,7 +165,7 @@ class AttachedEngine:
 
     def fragments_linked(self) -> None:
         """Wrap the functions behind ``safe_get_...`` again, after DeepSpeed has replaced them."""
-        fragments.intercept(self.parts.reducer.params, self.pending)
+        fragments.intercept(self.parts.reducer.params, self.stage.pending)
 
     def detach(self) -> None:
         """Restore the engine; raise ``RuntimeError`` if that is impossible."""
@@ -198,13 +220,9 @@ class AttachedEngine:
         if trains:  # else the loss passes through to other engines
             self.parts.window.enter_graph()
 
-    def _backward_begins(self, opens: bool) -> None:
-        self.stepper.backward_begins(opens)
-        self.stage.backward_begins()
-
     def zero_grad(self) -> None:
-        self.pending.dropped()
-        self.stepper.reset()
+        self.stage.pending.dropped()
+        self.stage.stepper.reset()
         self.parts.window.zero_grad()
 
     def module_zeroed(self, params: Set[int]) -> None:
@@ -228,10 +246,10 @@ class AttachedEngine:
                 self.meter.step_begins()
                 stage.before_update()
             try:
-                with phase("step"), stage.updating(), self.stepper.stepping():
+                with phase("step"), stage.updating(), self.stage.stepper.stepping():
                     yield
             finally:
-                self.pending.restore_clip_norm()
+                self.stage.pending.restore_clip_norm()
                 stage.written(by_step=True)
             stage.after_update()
             self.parts.statistics.share()
@@ -239,21 +257,21 @@ class AttachedEngine:
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:
         """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective."""
-        if mode == self.stepper.mode:  # as in programs that call it before each backward
+        if mode == self.stage.stepper.mode:  # as in programs that call it before each backward
             switch()
             return
         call = f"optimizer.{mode}()"
         self.guards.check_inference(call)
         with self.apart("exchanged weights"), self.activity(call), self.stage.as_they_are():
-            self.stage.change_masters(lambda: self.stepper.change(switch))
+            self.stage.change_masters(lambda: self.stage.stepper.change(switch))
             self.stage.written(by_step=False)
-        self.stepper.mode = mode
+        self.stage.stepper.mode = mode
 
     def states_loaded(self) -> None:
         engine: Any = self.parts.engine
         # Gradients were dropped, and a run may accumulate over another number of backwards than the one that saved.
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
-        self.stepper.mode = ""
+        self.stage.stepper.mode = ""
         self.guard_states()
         self.stage.written(by_step=False)
 

@@ -60,6 +60,9 @@ class FlatStage(Stage):
         self._parts.window.forward_begins()
         return self._parts.activity(Doing.FORWARD)
 
+    def backward_begins(self, opens: bool) -> None:
+        self.stepper.backward_begins(opens)
+
     def before_update(self) -> None:
         self.masters.forget_gathers()
         with self._parts.counter.apart("checkpoints"):  # these have left the states in DeepSpeed's layout

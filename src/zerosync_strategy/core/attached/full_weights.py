@@ -1,13 +1,16 @@
-"""The full weights of a module, one run at a time, for a consumer or for files (``checkpoints/weight_files.py``).
+"""The full weights of a module, one run at a time: for a consumer, for files, or for the first rank of each group.
 
 A run is the parameters that one message gathers. Its values are in memory of their own and the parameters stay as they
 are. So nothing in the engine waits for the consumer, and a consumer that stops early leaves nothing to clean up.
+
+DeepSpeed collects full parameters on rank 0, whose model lacks those that other groups of ranks shard. In a full state,
+the first rank that shards a parameter has it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.checkpoints.weight_files import WeightSpec, export
-from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.comm.collectives import gather_objects
+from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
+from zerosync_strategy.core.params.full_parameters import full_parameters
 from zerosync_strategy.core.params.intercepted import Alias, Unsharded
 
 
@@ -28,9 +33,13 @@ class FullWeights:
     Args:
         module: the engine's, or one in it; ``None``: the engine's.
         dtype: for floating-point tensors; ``None``: their own.
+        entries: by name, in the place of those of the ``state_dict()``.
     """
 
-    def __init__(self, attached: AttachedEngine, module: torch.nn.Module | None, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, attached: AttachedEngine, module: torch.nn.Module | None = None, dtype: torch.dtype | None = None,
+        entries: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         own = attached.parts.engine.module
         if module is not None and all(each is not module for each in own.modules()):
             raise ValueError(
@@ -46,7 +55,7 @@ class FullWeights:
         self._attached, self._dtype = attached, dtype
         scheduler = self._scheduler = attached.stage.scheduler
         self._names: dict[Any, list[str]] = {}  # of each tensor; several if it is tied
-        entries: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        entries = self.module.state_dict(keep_vars=True) if entries is None else entries
         for name, tensor in entries.items():
             if not isinstance(tensor, torch.Tensor):
                 raise ValueError(
@@ -121,3 +130,54 @@ def export_weights(
         )
     with attached.apart("full weights"), attached.activity("export()"):
         export(weights, weights.specs, directory, max_shard_bytes, everyone, weights.module, dtype)
+
+
+# ---- the state of each group's first rank ------------------------------------------------------------------------
+
+
+def full_state(attached: AttachedEngine) -> dict[str, torch.Tensor]:
+    """Return the parameters of the groups whose first rank this is; see :meth:`ZeroSync.full_state`. Collective.
+
+    The results of all ranks together are the model; the same name on two ranks means two parameters, of two groups.
+    """
+    _check_stage(engine := attached.parts.engine)
+    params = dict(engine.module.named_parameters())
+    with attached.apart("full weights"), attached.activity("full_state()"):
+        weights = FullWeights(attached, entries=params)
+        own = {name: full.to("cpu", copy=True) for name, full in weights if _is_first(params[name])}
+    return {name: own[name] for name in params if name in own}
+
+
+def load_full_state(attached: AttachedEngine, state: Mapping[str, torch.Tensor]) -> None:
+    """Set the parameters to those that ``full_state`` returned on this rank; see :meth:`ZeroSync.load_full_state`.
+
+    Optimizer states stay. If it raises, it has set nothing.
+    """
+    _check_stage(engine := attached.parts.engine)
+    problem = next(_misfits(engine, state), None)
+    for found in filter(None, gather_objects(problem, zero.data_parallel_group(engine.optimizer))):
+        raise ValueError(f"load_full_state() needs, of full_state(), what the same rank was given: {found}")
+    for name, param in engine.module.named_parameters():
+        with full_parameters(engine, [param]):
+            if _is_first(param):
+                param.data.copy_(state[name])
+    zero3_optimizer.reload_master_weights(engine.optimizer)
+
+
+def _check_stage(engine: Any) -> None:
+    if zero.stage(engine) != 3:
+        raise ValueError(
+            f"full_state() and load_full_state() are for ZeRO stage 3, found stage {zero.stage(engine)},"
+            " where every rank has all parameters. Use the state_dict of the module."
+        )
+
+
+def _misfits(engine: Any, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    for name, param in engine.module.named_parameters():
+        found = tuple(state[name].shape) if name in state else None
+        if _is_first(param) and found != zero3.full_shape(param):
+            yield f"{name!r} of shape {zero3.full_shape(param)} on rank {dist.get_rank()}, where it found {found}."
+
+
+def _is_first(param: Any) -> bool:
+    return dist.get_rank(zero3.process_group(param)) == 0

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from zerosync_strategy.core.announcement import PrintedReports
+from zerosync_strategy.core.announcement import REPORT, say
 from zerosync_strategy.core.attached.stage import Parts
 from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.failures.doing import Cause, Departure
 from zerosync_strategy.core.params.of_module import ModuleParameters
-from zerosync_strategy.core.report import StepReport, size_text
+from zerosync_strategy.core.report import StepObserver, StepReport, size_text
 
 _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_host_bytes", "loaded_bytes")
+
+
+class PrintedReports:
+    """Logs a one-line report after every ``every`` optimizer steps, or appends it to a file. For one rank."""
+
+    def __init__(self, every: int, file: str | None) -> None:
+        if said := os.environ.get(REPORT):
+            number, _, path = said.partition(":")
+            if not number.isdecimal():
+                raise ValueError(f"{REPORT} takes a number of optimizer steps, or with a file N:FILE, got {said!r}.")
+            every, file = int(number), path or file
+        self.every, self._file = every, file
+
+    def note(self, step: int, line: Callable[[], str]) -> None:
+        """Report the optimizer step number ``step``, from 1, if its turn has come; ``line`` returns the report."""
+        if not self.every or step % self.every:
+            return
+        if self._file is None:
+            say(line())
+            return
+        with open(self._file, "a") as lines:
+            lines.write(f"{line()}\n")
 
 
 class StepMeter:
@@ -31,10 +54,10 @@ class StepMeter:
 
     def __init__(
         self, parts: Parts, of_module: ModuleParameters | None, budgets: AutomaticBudgets | None,
-        reports: PrintedReports | None, label: Callable[[], str],
+        reports: PrintedReports | None, observers: Sequence[StepObserver], label: Callable[[], str],
     ) -> None:  # fmt: skip
         self._parts, self._of_module, self._counts_gathers = parts, of_module, True
-        self._budgets, self._reports, self._label = budgets, reports, label
+        self._budgets, self._reports, self._observers, self._label = budgets, reports, observers, label
         self.steps = 0
         self.report: StepReport | None = None
         self.parameter_bytes = parts.reducer.shards.parameters_floor()
@@ -57,6 +80,9 @@ class StepMeter:
         if of_module is not None:
             needed = of_module.cache.plan.needed(self.parameter_bytes) if self._counts_gathers else Sent()
         floor = reducer.pipeline.sent_floor.plus(needed)
+        observed: dict[str, Any] = {}
+        for observer in self._observers:
+            observed |= observer.report()
         self.report = report = StepReport(
             step=self.steps,
             backwards=window.backwards,
@@ -68,10 +94,10 @@ class StepMeter:
             seconds=window.seconds,
             collectives=counter.take(),
             copied_bytes=self._parts.copies.nbytes,
-            unit_norms={} if reducer.unit_norms is None else reducer.unit_norms.read(),
             apart=counter.take_apart(),
             budgets=None if self._budgets is None else self._budgets.choice,
             **(dict.fromkeys(_PEAKS, 0) if of_module is None else _peaks(of_module)),
+            **observed,
         )
         window.end_step()
         if of_module is not None:

@@ -160,7 +160,7 @@ class OptimizerOverrides(Stock):
 
     @property
     def param_groups(self) -> Any:
-        return self._zerosync_attached.pending.groups(super().param_groups)
+        return self._zerosync_attached.stage.pending.groups(super().param_groups)
 
     def add_param_group(self, param_group: Any) -> None:
         """Raises, because DeepSpeed would never step it."""
@@ -253,7 +253,7 @@ class WholeStage12Overrides(WholeOverrides, Stage12Overrides):
     """Overrides of the optimizer of ZeRO-1 and ZeRO-2 when each parameter has an owner."""
 
     def _optimizer_step(self, group_no: int) -> None:
-        self._zerosync_attached.stepper.step_group(group_no)
+        self._zerosync_attached.stage.stepper.step_group(group_no)
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Does nothing: parameters must not refer to states in flat shards."""
@@ -299,19 +299,19 @@ class Stage3Overrides(OptimizerOverrides):
     # rank whose shard has padding.
 
     def get_local_fp32_grad_for_param(self, param: Any) -> Any:
-        self._zerosync_attached.pending.check_reduced("safe_get_local_grad()")
+        self._zerosync_attached.stage.pending.check_reduced("safe_get_local_grad()")
         return super().get_local_fp32_grad_for_param(param)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        self._zerosync_attached.pending.check_reduced("safe_set_local_grad()")
+        self._zerosync_attached.stage.pending.check_reduced("safe_set_local_grad()")
         super().set_local_grad_for_param(value, param)
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        self._zerosync_attached.pending.check_reduced("safe_set_full_grad()")
+        self._zerosync_attached.stage.pending.check_reduced("safe_set_full_grad()")
         super().set_local_grad_for_param(zero3.shard_of(param, value), param)
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
-        self._zerosync_attached.pending.check_reduced("safe_update_full_grad_vectorized()")
+        self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
@@ -329,15 +329,15 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     """Overrides of the optimizer of ZeRO-3 when each parameter has an owner."""
 
     def _prepare_sub_group(self, sub_group_id: int, *_: Any) -> None:
-        self._zerosync_attached.stepper.take_gradients(sub_group_id)
+        self._zerosync_attached.stage.stepper.take_gradients(sub_group_id)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
         if zero3_optimizer.scales_gradients(self):
             factor = zero3_optimizer.step_factor(self, total_norm)
-            self._zerosync_attached.stepper.scale_gradients(sub_group_id, factor)
+            self._zerosync_attached.stage.stepper.scale_gradients(sub_group_id, factor)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        self._zerosync_attached.stepper.step_group(sub_group_id)
+        self._zerosync_attached.stage.stepper.step_group(sub_group_id)
 
     def _set_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: the torch optimizer has its parameters already."""
@@ -348,13 +348,13 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:
             return super().get_full_hp_param(param)
-        return self._zerosync_attached.stepper.read_state(param, optim_state_key)
+        return self._zerosync_attached.stage.stepper.read_state(param, optim_state_key)
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
             super().set_full_hp_param(value, param)
         else:
-            self._zerosync_attached.stepper.write_state(param, value, optim_state_key)
+            self._zerosync_attached.stage.stepper.write_state(param, value, optim_state_key)
 
     def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Any:
         if optim_state_key is not None:
@@ -367,17 +367,17 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
         super().set_local_hp_param(value, param)
 
     def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
-        return self._zerosync_attached.stepper.read_gradient(param) if param.requires_grad else None
+        return self._zerosync_attached.stage.stepper.read_gradient(param) if param.requires_grad else None
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        self._zerosync_attached.pending.check_reduced("safe_set_full_grad()")
-        self._zerosync_attached.stepper.write_gradient(param, value)
+        self._zerosync_attached.stage.pending.check_reduced("safe_set_full_grad()")
+        self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
-        self._zerosync_attached.pending.check_reduced("safe_update_full_grad_vectorized()")
+        self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         for param in param_list:
-            value = update_func(self._zerosync_attached.stepper.read_gradient(param), param)
-            self._zerosync_attached.stepper.write_gradient(param, value)
+            value = update_func(self._zerosync_attached.stage.stepper.read_gradient(param), param)
+            self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
     def get_local_fp32_grad_for_param(self, param: Any) -> NoReturn:
         _refuse_local("safe_get_local_grad()")

@@ -141,7 +141,8 @@ class ShardedStage(Stage):
     def graph_begins(self) -> None:
         self.cache.backward_begins()
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, opens: bool) -> None:
+        self.stepper.backward_begins(opens)
         self._count.counter = self._parts.counter
         self.scheduler.order.backward_begins()
 

@@ -91,8 +91,9 @@ class Stage(ABC):
     def graph_begins(self) -> None:
         """Called inside an autograd graph, before the first gradient."""
 
-    def backward_begins(self) -> None:
-        """Called when a backward of the window begins."""
+    @abstractmethod
+    def backward_begins(self, opens: bool) -> None:
+        """Called when a backward of the window begins; ``opens``: it is the first."""
 
     def first_uses(self) -> Mapping[int, int] | None:
         """Return when the forward first used each parameter; ``None`` if the backward gathers none on its way."""

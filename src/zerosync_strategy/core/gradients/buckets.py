@@ -23,7 +23,8 @@ from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.zero import in_runs
-from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling, ShardLayout
+from zerosync_strategy.core.gradients.layout import ShardLayout
+from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed

@@ -21,16 +21,8 @@ from zerosync_strategy.core.comm.collectives import InFlight, Summing
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.owners import give_from_owners, reduce_to_owners
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.gradients.placement import (
-    Part,
-    Placement,
-    Read,
-    ReduceScatterInput,
-    Scaling,
-    ShardLayout,
-    ShardSlice,
-    with_zeros,
-)
+from zerosync_strategy.core.gradients.layout import Read, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling, with_zeros
 
 
 class OwnedLayout(ShardLayout):

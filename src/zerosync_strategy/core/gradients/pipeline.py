@@ -19,7 +19,8 @@ from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.failures.matching import BegunCollectives
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
-from zerosync_strategy.core.gradients.placement import Part, ShardLayout
+from zerosync_strategy.core.gradients.layout import ShardLayout
+from zerosync_strategy.core.gradients.placement import Part
 from zerosync_strategy.core.gradients.shards import GradientShards
 
 _Use = Callable[[torch.Tensor], None]

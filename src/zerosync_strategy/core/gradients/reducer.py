@@ -23,7 +23,6 @@ from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, Loca
 from zerosync_strategy.core.gradients.counts import NUMBERS, ItemCount, LastBackward
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 from zerosync_strategy.core.gradients.shards import GradientShards, Norm
-from zerosync_strategy.core.gradients.unit_norms import UnitNorms
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 SMALL_BYTES = 4 * 2**20
@@ -43,7 +42,7 @@ class Reducer:
         first_uses: returns, by ``id``, when the forward first used each parameter (``params/unit_order.py``), if the
             backward gathers parameters between its gradients; else ``None``.
         items: counts the items over which the gradients of this window are a mean.
-        unit_norms: with the option of this name.
+        on_reduced: called when the shards have the averages of all ranks, before the program reads or changes them.
         bucket_bytes: most bytes of a bucket, and of a part of a larger parameter.
         only_adds: the running backward reduces nothing: no work is left for a gradient that has its ``place``.
     """
@@ -68,7 +67,7 @@ class Reducer:
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
         self._norm = Norm(shards, NUMBERS)
-        self.unit_norms = UnitNorms(shards, names) if config.unit_norms else None
+        self.on_reduced: list[Callable[[], None]] = []
         self._may_stream = config.gradients.automatic  # the budget may change to one that streams
         self.gradients = [gradient for bucket in self.buckets for gradient in bucket.gradients]
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
@@ -309,8 +308,8 @@ class Reducer:
                     part.zero_()
         if self.layouts:
             self._divide_by_items()
-        if self.unit_norms is not None:
-            self.unit_norms.reduced()
+        for call in self.on_reduced:
+            call()
         self.shards.hand_over()
         self.norm_changed()
 

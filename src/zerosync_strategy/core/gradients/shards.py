@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from zerosync_strategy.core.comm.nodes import Sent, Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.gradients.buckets import GradientBucket, LocalGradients, choose_buckets
+from zerosync_strategy.core.gradients.layout import ShardSlice
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 
@@ -82,6 +83,14 @@ class GradientShards(ABC):
     @abstractmethod
     def parts(self, layout: Any, offset: int, numel: int) -> list[torch.Tensor]:
         """Return ``numel`` elements of a shard from ``offset`` on, in order, in as few flat tensors as possible."""
+
+    def of_params(self) -> Iterator[tuple[Any, ShardSlice, torch.Tensor]]:
+        """Yield each parameter of which this rank's shards have elements, which these are, and their memory."""
+        for layout in self.layouts:
+            for param in layout.params:
+                for own in layout.shard_slices(param):
+                    for part in self.parts(layout, own.offset, own.stop - own.start):  # one, or none of no elements
+                        yield param, own, part
 
     @abstractmethod
     def hand_over(self) -> None:

@@ -21,16 +21,9 @@ from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
+from zerosync_strategy.core.gradients.layout import Read, ShardLayout, ShardSlice
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.placement import (
-    Read,
-    ReduceScatterInput,
-    RowPlacement,
-    Scaling,
-    ShardLayout,
-    ShardSlice,
-    with_zeros,
-)
+from zerosync_strategy.core.gradients.placement import ReduceScatterInput, RowPlacement, Scaling, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -170,19 +163,10 @@ class PerParamShards(GradientShards):
         # DeepSpeed gets what this rank counts in the norm. The step reads `owned`.
         by_group = [list(self.owned.values())]
         if not self.computes_norm:
-            own, nothing = self.own_gradients(), by_group[0][0][:0]
+            own, nothing = {param: part for param, _, part in self.of_params()}, by_group[0][0][:0]
             groups = zero3_optimizer.param_groups(self.optimizer)
             by_group = [[own.get(param, nothing) for param in group] for group in groups]
         zero3_optimizer.give_gradients(self.optimizer, by_group)
-
-    def own_gradients(self) -> dict[Any, torch.Tensor]:
-        """Return the averaged gradients of the parameters that this rank owns, flat."""
-        return {
-            param: part.of(shard)
-            for layout, shard in self.owned.items()
-            for param in layout.own_offsets
-            for part in layout.shard_slices(param)
-        }
 
     def layout_of(self, param: Any) -> OwnedLayout:
         return next(layout for layout in self.layouts if isinstance(layout, OwnedLayout) and param in layout.owners)

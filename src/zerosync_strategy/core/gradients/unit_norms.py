@@ -27,7 +27,7 @@ class UnitNorms:
     """The L2 norm of the gradients of each unit, before the program changes or clips them.
 
     Each rank adds up the squares of its shards, and one sum over the ranks, of 8 bytes a unit, makes norms of them. The
-    host does not wait for it before :meth:`read`.
+    host does not wait for it before the report.
 
     Raises ``ValueError`` if not all ranks shard each parameter.
     """
@@ -41,44 +41,30 @@ class UnitNorms:
             )
         self._shards = shards
         trained = set(shards.params)
-        units = dict.fromkeys(unit_of(name) for param, name in names.items() if param in trained)
-        self._units, places = list(units), {unit: place for place, unit in enumerate(units)}
-        self._slices = [
-            (layout, own, places[unit_of(names[param])])
-            for layout in shards.layouts
-            for param in layout.params
-            for own in layout.shard_slices(param)
-        ]
+        unit_by_param = {param: unit_of(name) for param, name in names.items() if param in trained}
+        self._units = list(dict.fromkeys(unit_by_param.values()))
+        places = {unit: place for place, unit in enumerate(self._units)}
+        self._place_of = {param: places[unit] for param, unit in unit_by_param.items()}
+        self._places: torch.Tensor | None = None  # of the parts of the shards; made once, as it is copied
         self._copy = HostCopy(shards.streams, len(places), torch.float64)
-        self._index: tuple[list[int], torch.Tensor] | None = None  # the units of the parts; made once, as it is copied
-        self._is_begun = False
         self._scale = 1.0
 
     @torch.no_grad()
     def reduced(self) -> None:
-        """Begin to add up the squares of the complete shards over the ranks. Collective."""
-        shards = self._shards
+        """Begin to add up the squares of the shards over the ranks."""
         with phase("unit norms"):
-            norms: list[torch.Tensor] = []
-            places: list[int] = []
-            for layout, own, place in self._slices:
-                for part in shards.parts(layout, own.offset, own.stop - own.start):
-                    norms.append(torch.linalg.vector_norm(part, dtype=torch.float32))
-                    places.append(place)
-            squares = torch.zeros(len(self._units), dtype=torch.float64, device=shards.params[0].device)
-            if self._index is None or self._index[0] != places:
-                self._index = places, torch.tensor(places, dtype=torch.int64, device=squares.device)
-            if norms:
-                found = torch.stack(norms).to(squares.device, torch.float64).square()
-                squares.index_add_(0, self._index[1], found)
-            shards.sum_over_ranks(squares)
+            squares = torch.zeros(len(self._units), dtype=torch.float64, device=self._shards.params[0].device)
+            parts = [(self._place_of[param], part) for param, _, part in self._shards.of_params()]
+            if self._places is None:
+                self._places = torch.tensor([place for place, _ in parts], dtype=torch.int64, device=squares.device)
+            if parts:
+                norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for _, part in parts])
+                squares.index_add_(0, self._places, norms.to(squares.device, torch.float64).square())
+            self._shards.sum_over_ranks(squares)
             self._copy.begin(squares)
-        self._is_begun, self._scale = True, float(shards.optimizer.loss_scale)
+        self._scale = float(self._shards.optimizer.loss_scale)
 
-    def read(self) -> dict[str, float]:
+    def report(self) -> dict[str, Any]:
         """Return the norm of each unit, without the loss scale, in the order of the model. The host waits for them."""
-        if not self._is_begun:
-            return {}
-        self._is_begun = False
         norms = self._copy.arrived().sqrt() / self._scale
-        return dict(zip(self._units, norms.tolist(), strict=True))
+        return {"unit_norms": dict(zip(self._units, norms.tolist(), strict=True))}

@@ -134,7 +134,7 @@ class ExchangedStepper(WholeStepper):
 
     def take_gradients(self, index: int) -> None:
         if index == 0:
-            for param, gradient in self._shards.own_gradients().items():
+            for param, _, gradient in self._shards.of_params():
                 master = self.masters[param]
                 master.grad = None if param in self.left_out else gradient.view_as(master).to(master.dtype)
 

@@ -14,8 +14,8 @@ from zerosync_strategy.core.comm.collectives import InFlight, phase
 from zerosync_strategy.core.engine import zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.engine.zero import MasterShard
 from zerosync_strategy.core.gradients.buckets import GradientBucket
+from zerosync_strategy.core.gradients.layout import ShardSlice
 from zerosync_strategy.core.gradients.owned import OwnedPlacement
-from zerosync_strategy.core.gradients.placement import ShardSlice
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.stage12 import FlatLayout, FlatShards, StripedLayout, StripePlacement
 

@@ -17,7 +17,7 @@ from zerosync_strategy.core.comm.collectives import all_reduce
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.engine.several import groups_of, shows_parameters
 from zerosync_strategy.core.failures.doing import Doing
-from zerosync_strategy.core.gradients.placement import ShardLayout
+from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.masters import StripedStates
@@ -151,13 +151,8 @@ class PendingGradients:
     @torch.no_grad()
     def _take_back(self) -> None:
         """Copy this rank's part of the shown gradients into its shards; zeros for a gradient set to ``None``."""
-        for layout in self._reducer.layouts:
-            for param in layout.params:
-                for own in layout.shard_slices(param):
-                    if own.start < own.stop:
-                        part = None if param.grad is None else param.grad.reshape(-1)[own.start : own.stop]
-                        (target,) = self._reducer.shards.parts(layout, own.offset, own.stop - own.start)
-                        self._write(part, target)
+        for param, own, target in self._reducer.shards.of_params():
+            self._write(None if param.grad is None else param.grad.reshape(-1)[own.start : own.stop], target)
         self._reducer.shards.hand_over()
         self._reducer.norm_changed()
 
