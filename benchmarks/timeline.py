@@ -181,7 +181,7 @@ def main() -> None:
     columns = ("backwards", "link", "system", "step", "compute", "communication", "collectives")  # s, bytes/s
     runs: list[dict[str, Any]] = []
     lines = [
-        "| backwards | GB/s | system | step, ms | of DDP's | without communication, ms | communication, ms | collectives |",
+        "| backwards | GB/s | system | step, ms | of DDP's | no communication, ms | communication, ms | collectives |",
         "|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
     for backwards in options.backwards:

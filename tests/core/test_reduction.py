@@ -11,6 +11,7 @@ from torch import nn
 from tests.harness import engines
 from tests.harness.engines import attached_of, rank
 from tests.harness.extended import STAGES, VALUES
+from tests.harness.native import send_natively
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.racecheck import simulate
 from tests.harness.ranks import KEPT_ON_DEVICES, SIMULATED, run_ranks
@@ -484,3 +485,49 @@ def test_the_way_of_nccl(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch
         assert "isend" not in kinds
         if option != "reduction":
             assert "reduce_scatter_tensor" in kinds and "reduce" not in kinds, (option, bucket, kinds)
+
+
+@pytest.mark.parametrize("bucket", [1, 10**6])
+def test_rows_that_nccl_reduces_are_aligned(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here no shard has a multiple of 16 bytes. Chunks of one parameter, and several parameters in one row."""
+    send_natively(monkeypatch)
+    monkeypatch.setattr(messages, "LEAST", 0)
+    monkeypatch.setattr(messages, "NATIVE", messages.Messages(400, 2))
+
+    def network() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7, bias=False))
+
+    def loss(module: Any, k: int, rank: int) -> torch.Tensor:
+        return (module(torch.full((2, 7), 0.1 * (k + 1) * (rank - 0.5))) - 0.1).square().mean()
+
+    def run() -> tuple[float, list[int], int]:
+        rows: list[torch.Size] = []
+        stock = placement.reduce_scatter
+
+        def reduce_scatter(*args: Any) -> Any:
+            rows.append(args[0].shape)
+            return stock(*args)
+
+        net = network()
+        zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
+        engine = engines.make_engine(net, torch.optim.AdamW(net.parameters(), lr=0.01), 3, zero)
+        zerosync = attach(engine, grad_memory_budget=0)
+        with monkeypatch.context() as patch:
+            patch.setattr(placement, "reduce_scatter", reduce_scatter)
+            for k in range(6):
+                engine.backward(loss(engine, k, rank()) / 2)
+                if k % 2:
+                    engine.step()
+        found = full_parameters(engine.module)
+        zerosync.detach()
+        net = network()
+        plain = Oracle(net, torch.optim.AdamW(net.parameters(), lr=0.01), 2)
+        return (
+            distance(found, plain.train(lambda *args: loss(*args) / 2, 3, 2)),
+            [row[1] % 8 for row in rows],
+            len(rows),
+        )
+
+    for error, unaligned, count in run_ranks(run):
+        assert error == 0.0 and not any(unaligned) and count >= 6, (error, unaligned)

@@ -135,13 +135,13 @@ def reduce_scatter(rows: torch.Tensor, process_group: Any, how: Summing, out: to
         out: where the result may go.
 
     Returns:
-        A tensor of a row's size, ``out`` where its dtype and device allow it: on NCCL in the dtype of ``rows``,
+        A tensor of a row's size, ``out`` where its size, dtype and device allow it: on NCCL in the dtype of ``rows``,
         else in fp32 and in the order of the ranks.
     """
     from deepspeed import comm
 
     world_size, width = rows.shape
-    if out is not None and (out.device != rows.device or out.dtype != rows.dtype):
+    if out is not None and (out.device != rows.device or out.dtype != rows.dtype or len(out) != width):
         out = None
     if not is_native(process_group, rows.device):
         parts, own = dict(enumerate(rows)), rows[dist.get_rank(process_group)]

@@ -20,6 +20,9 @@ from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.engine import zero3
 
+ALIGNMENT = 8
+"""Rows of what NCCL sends begin at multiples of this many elements: it copies 16 bytes at a time."""
+
 
 class ShardSlice(NamedTuple):
     """Elements ``start`` to ``stop`` of a flat tensor, at ``offset`` in this rank's shard; perhaps none."""

@@ -28,8 +28,8 @@ class Part(NamedTuple):
 class ReduceScatterInput(NamedTuple):
     """The input of one reduction, and the part of this rank's shard to which this rank's result belongs.
 
-    ``rows`` is a matrix with a row per rank. For parameters with owners, it is a mapping of rows of any lengths by rank
-    (in two levels, by place in the node).
+    ``rows`` is a matrix with a row per rank, which may have zeros after the part. For parameters with owners, it is a
+    mapping of rows of any lengths by rank (in two levels, by place in the node).
     """
 
     rows: Any
@@ -117,12 +117,12 @@ class RowPlacement(Placement):
         self, memory: torch.Tensor, most: int, nodes: Nodes | None, scaling: Scaling
     ) -> Iterator[ReduceScatterInput]:
         for first in range(0, self.width, most):
-            columns = self._columns(memory, first, min(most, self.width - first))
-            part = Part(self.offset + first, columns.shape[1], first)
-            yield ReduceScatterInput(scaling.of(columns, self._layout.dtype), part)
+            count = min(most, self.width - first)
+            rows = scaling.of(self._columns(memory, first, count), self._layout.dtype)
+            yield ReduceScatterInput(rows, Part(self.offset + first, count, first))
 
     def _columns(self, memory: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Return ``count`` columns of the matrix from ``first`` on."""
+        """Return ``count`` columns of the matrix from ``first`` on, perhaps with zeros after them."""
         return memory.view(self._layout.world_size, self.width)[:, first : first + count]
 
     def reduce(self, rows: torch.Tensor, how: Summing, out: torch.Tensor | None) -> InFlight:

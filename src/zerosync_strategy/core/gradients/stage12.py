@@ -22,14 +22,12 @@ from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.gradients.buckets import GradientBucket
-from zerosync_strategy.core.gradients.layout import Read, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.layout import ALIGNMENT, Read, ShardLayout, ShardSlice
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.placement import RowPlacement, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
-ALIGNMENT = 8
-"""The width of each stripe but the last is a multiple of this many elements, because NCCL copies 16 bytes at a time."""
 _ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
 
 

@@ -21,9 +21,9 @@ from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
-from zerosync_strategy.core.gradients.layout import Read, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.layout import ALIGNMENT, Read, ShardLayout, ShardSlice
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.placement import ReduceScatterInput, RowPlacement, Scaling, with_zeros
+from zerosync_strategy.core.gradients.placement import Part, ReduceScatterInput, RowPlacement, Scaling, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -47,6 +47,10 @@ class PerParamLayout(ShardLayout):
         first, last = (min((self.rank + k) * columns, numel) for k in (0, 1))
         return [ShardSlice(first, last, self.begins[param])]
 
+    def row(self, width: int) -> int:
+        """Return how many elements a row of ``width`` has as it is sent: on native backends, rows are aligned."""
+        return -(-width // ALIGNMENT) * ALIGNMENT if self.is_native else width
+
     def gather_shards(self, dtype: torch.dtype, device: torch.device, read: Read) -> torch.Tensor:
         rows = torch.empty(self.world_size, self.shard_numel, dtype=dtype, device=device)
         read(rows[self.rank], 0)
@@ -61,6 +65,8 @@ class PerParamLayout(ShardLayout):
 class ColumnPlacement(RowPlacement):
     """The placement of a bucket whose parameters are neighbours in ``layout``."""
 
+    _layout: PerParamLayout
+
     def __init__(self, layout: PerParamLayout, params: Sequence[Any]) -> None:
         super().__init__(layout, layout.begins[params[0]], sum(layout.columns[param] for param in params), params)
         # torch._chunk_cat divides a tensor as ZeRO-3 does.
@@ -70,33 +76,37 @@ class ColumnPlacement(RowPlacement):
     def inputs(
         self, memory: torch.Tensor, most: int, nodes: Nodes | None, scaling: Scaling
     ) -> Iterator[ReduceScatterInput]:
-        # Packed gradients are bounded by the size of a bucket; a single parameter may be larger.
-        yield from super().inputs(memory, most if len(self.order) == 1 else self.width, nodes, scaling)
+        if len(self.order) == 1:
+            yield from super().inputs(memory, self._layout.row(most), nodes, scaling)
+        elif self.width:  # packed gradients are bounded by the size of a bucket; a single parameter may be larger
+            rows = scaling.of(memory.view(self._layout.world_size, -1), self._layout.dtype)
+            yield ReduceScatterInput(rows, Part(self.offset, self.width, 0))
 
     def _columns(self, memory: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        world_size, row = self._layout.world_size, self._layout.row(count)
         full, rest = divmod(len(memory), self.width)  # rows
-        if full == self._layout.world_size:
+        if full == world_size and row == count:
             return super()._columns(memory, first, count)
-        columns = memory.new_zeros(self._layout.world_size, count)  # a gradient without its padding
-        columns[:full] = memory[: full * self.width].view(full, self.width)[:, first : first + count]
-        last = memory[full * self.width + first : full * self.width + min(first + count, rest)]
-        columns[full, : len(last)] = last
+        columns = memory.new_zeros(world_size, row)  # a gradient without its padding
+        columns[:full, :count] = memory[: full * self.width].view(full, self.width)[:, first : first + count]
+        if full < world_size:
+            last = memory[full * self.width + first : full * self.width + min(first + count, rest)]
+            columns[full, : len(last)] = last
         return columns
 
     def pack(
         self, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, above: torch.Tensor | None
     ) -> torch.Tensor:
         """Pack as the rows of all ranks, in the dtype of the reduction. A single gradient is left as it is."""
-        to, shape = self._layout.dtype, (self._layout.world_size, self.width)
-        device = self.order[0].device
+        to, world_size, row = self._layout.dtype, self._layout.world_size, self._layout.row(self.width)
         found = {gradient.dtype for gradient in gradients if gradient is not None}
-        if not found:
-            return torch.zeros(shape, dtype=to, device=device).view(-1)
         pieces = with_zeros(self.order, gradients, dtype if found == {dtype} else to)
         if len(pieces) == 1:
             return pieces[0]
-        packed = torch.empty(shape, dtype=to, device=device)
-        torch._chunk_cat(pieces, 0, shape[0], out=packed)
+        if row > self.width:
+            pieces.append(pieces[0].new_zeros(world_size * (row - self.width)))
+        packed = torch.empty(world_size, row, dtype=to, device=pieces[0].device)
+        torch._chunk_cat(pieces, 0, world_size, out=packed)
         return packed.view(-1)
 
 
