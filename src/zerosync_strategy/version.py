@@ -1,3 +1,3 @@
 """The version, of the package, and of what it writes into reports and checkpoints."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
