@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.harness.extended import left_out, unknown_ids
+from tests.harness.huge_pages import use_huge_pages
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,7 @@ def pytest_collection_finish() -> None:
     """What is here by now, no garbage collection of a rank looks through, which would copy the pages that it is in."""
     gc.collect()
     gc.freeze()
+    use_huge_pages()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import torch
 from tests.core.test_checkpoints import error_of, train
 from tests.harness.checkpoints import die
 from tests.harness.copying import make_engine, oracle
+from tests.harness.ending import ending
 from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
@@ -276,39 +275,22 @@ def test_what_cannot_be_read_is_said_to_be_half_loaded(tmp_path: Path) -> None:
     assert run_ranks(run) == [0.0] * 2
 
 
-PROGRAM = """
-import os, sys, time
-from tests.harness.copying import make_engine
-from zerosync_strategy import attach
-from zerosync_strategy.core.checkpoints import dcp
-forks = []
-for ends in ("well", "fails"):
-    if not (fork := os.fork()):
-        break
-    forks.append(fork)
-else:
-    sys.exit(any([os.waitpid(fork, 0)[1] for fork in forks]))
-write = dcp.write
-def slowly(*arguments):
-    time.sleep(1)
-    if ends == "fails":
-        raise OSError(28, "No space left on device")
-    return write(*arguments)
-dcp.write = slowly
-engine = make_engine(2)
-attach(engine, checkpoint_format="distributed", checkpoint_background=True)
-engine.save_checkpoint(os.path.join(sys.argv[1], ends), tag="one")
-"""
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_the_end_of_a_program_waits(ends: str, tmp_path: Path) -> None:
+    def slowly(write: Callable[..., Any], *arguments: Any) -> Any:
+        time.sleep(0.5)
+        if ends == "badly":
+            full()
+        return write(*arguments)
 
+    def run() -> None:
+        with writing(slowly), ending():
+            engine = make_engine(2)
+            attach(engine, **OPTIONS)
+            engine.save_checkpoint(tmp_path, tag="one")
 
-def test_the_end_of_a_program_waits(tmp_path: Path) -> None:
-    """Of two forks of one interpreter, which end as programs do."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for ends in ("well", "fails"):
-        folder = tmp_path / ends
-        assert (folder / "latest").exists() == (folder / "one" / ".metadata").exists() == (ends == "well")
-        failed = f"CheckpointError: Cannot write the checkpoint in {folder}" in done.stderr
-        assert failed == (ends == "fails"), done.stderr
+    (outcome,) = run_ranks(run, world_size=1, expect="any")
+    assert outcome.error is None, str(outcome)
+    assert (tmp_path / "latest").exists() == (tmp_path / "one" / ".metadata").exists() == (ends == "well")
+    failed = f"CheckpointError: Cannot write the checkpoint in {tmp_path}" in outcome.output
+    assert failed == (ends == "badly"), str(outcome)

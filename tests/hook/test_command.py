@@ -113,6 +113,26 @@ def test_python_starts_as_without_us(tmp_path: Path) -> None:
     assert missing == call(sys.executable, "-c", "import sys; print('sitecustomize' in sys.modules)").stdout
 
 
+# As a launcher does: it sets what makes its child a rank.
+LAUNCHER = """
+import os, subprocess, sys
+rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+sys.exit(subprocess.call([sys.executable, *sys.argv[1:]], env=os.environ | rank))
+"""
+# As `fabric run --strategy zerosync_stage_2` does, which leaves out names that offload.
+NAMES = "from lightning.fabric.cli import _get_supported_strategies as names; print(*names())"
+
+
+def test_a_rank_is_attached_to_and_lightning_finds_the_strategies_by_name(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN + NAMES)
+    done = run(sys.executable, "-c", LAUNCHER, tmp_path / "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained, names = done.stdout.splitlines()[-2:]
+    assert trained == "rank 0 2 backwards, 1 reduction", done.stdout + done.stderr
+    assert done.stderr.count("attached to Linear, ZeRO-2 on 1 rank:") == 1 and NOTHING not in done.stderr
+    assert {"zerosync", "zerosync_stage_1", "zerosync_stage_2", "zerosync_stage_3"} <= set(names.split())
+
+
 LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"],
     "accelerate": [
@@ -123,6 +143,7 @@ LAUNCHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "launcher",
     ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("deepspeed", marks=pytest.mark.slow)],
@@ -135,10 +156,3 @@ def test_what_a_launcher_starts_is_attached_to(launcher: str, tmp_path: Path) ->
     for rank in (0, 1):
         assert f"rank {rank} 2 backwards, 1 reduction" in done.stdout, done.stdout + done.stderr
     assert done.stderr.count("attached to Linear, ZeRO-2 on 2 ranks") == 1 and NOTHING not in done.stderr
-
-
-def test_lightning_finds_the_strategies_by_name() -> None:
-    """As `fabric run --strategy zerosync_stage_2` does, which leaves out names that offload."""
-    code = "from lightning.fabric.cli import _get_supported_strategies as names; print(*names())"
-    names = run(sys.executable, "-c", code).stdout.split()
-    assert {"zerosync", "zerosync_stage_1", "zerosync_stage_2", "zerosync_stage_3"} <= set(names)

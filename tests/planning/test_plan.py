@@ -329,15 +329,21 @@ def test_a_wrong_command_is_told_from_a_failed_replay(
     assert word in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split()), done
 
 
-def test_a_plan_is_a_table_and_a_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts", ["forks", pytest.param("interpreters", marks=pytest.mark.extended)])
+def test_a_plan_is_a_table_and_a_configuration(starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a Llama of given sizes; the options for checkpoints are those of the configuration."""
     (tmp_path / "ds.json").write_text(json.dumps({"zerosync": IN_BACKGROUND | {"grad_memory_budget": 7}}))
     arguments = ["layers=1,hidden=128,heads=4,vocab=512,checkpointing=1", "--ranks", "2", "--batch", "2x32"]
     arguments += ["--stage", "2", "--device-memory", "1GB", "--micro-batches", "2"]
     arguments += ["--config", str(tmp_path / "ds.json")]
-    whole = [sys.executable, "-m", "zerosync_strategy", "plan", *arguments]
-    done = subprocess.run(whole, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent)
-    assert done.returncode == 0, done.stderr
+    if starts == "forks":
+        fork_instead(monkeypatch, planning)
+        done = command("plan", *arguments)
+        assert done.status == 0, done.stderr
+    else:
+        whole = [sys.executable, "-m", "zerosync_strategy", "plan", *arguments]
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent)
+        assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[:4] == [f"{index} of 3 replays" for index in range(4)], done.stderr
     rows = [line for line in done.stdout.splitlines() if "zerosync 2" in line or "stock 2" in line]
     assert "\x1b" not in done.stdout and len(rows) == 3
