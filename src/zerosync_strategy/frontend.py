@@ -27,7 +27,7 @@ from zerosync_strategy.core.attached.checkpointing import source_of
 from zerosync_strategy.core.attached.contents import weights_and_client_state
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.background import after_save, wait_for_save
-from zerosync_strategy.core.checkpoints.loads import Source, one_load
+from zerosync_strategy.core.checkpoints.loads import SavedCheckpoint, one_load
 from zerosync_strategy.core.checkpoints.manifests import is_distributed
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.comm.collectives import largest
@@ -64,7 +64,7 @@ from zerosync_strategy.core.params.state_entries import in_full
 from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # what frontends use in addition to the functions below
-    "Doing", "FrozenStay", "ModeOverrides", "Source", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
+    "Doing", "FrozenStay", "ModeOverrides", "SavedCheckpoint", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
     "accumulate_outside", "after_save", "as_it_is", "copy_problem", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "is_distributed",
     "leave_sharded", "loading_without_optimizer", "offloads_optimizer", "one_load", "one_save",
@@ -208,7 +208,7 @@ def report_failure(error: BaseException) -> None:
         rank_status().record_failure(f"{type(error).__name__}: {error}", error)
 
 
-def source(zerosync: ZeroSync, directory: Any, tag: str | None, optimizer_states: bool) -> Source:
+def source(zerosync: ZeroSync, directory: Any, tag: str | None, optimizer_states: bool) -> SavedCheckpoint:
     """Return the source to verify before ``load_checkpoint`` of the engine is called with these arguments."""
     return source_of(zerosync._attached, directory, tag, optimizer_states)
 

@@ -20,7 +20,7 @@ from zerosync_strategy.core.budgets.automatic import (
     MEASURED,
     RESERVED,
     AutomaticBudgets,
-    Memory,
+    PeakMemory,
     gradient_budget,
     parameter_budget,
 )
@@ -40,7 +40,7 @@ def test_what_is_held_is_the_most_that_leaves_the_reserve() -> None:
         moments = [(draw.randint(400_000, 900_000 - everything // 2), draw.randint(0, LEVELS)) for _ in range(6)]
         moments.append((draw.randint(500_000, 850_000), draw.choice([0, LEVELS])))
         beside = [max([each for each, at in moments if at == level], default=-(2**40)) for level in range(LEVELS + 1)]
-        memory = Memory(beside, everything, limit, draw.choice([0, 50_000]))
+        memory = PeakMemory(beside, everything, limit, draw.choice([0, 50_000]))
 
         def used(held: int, moments: Any = moments, everything: int = everything) -> int:
             return max(each + min(everything, held + level * everything // LEVELS) for each, level in moments)
@@ -173,7 +173,7 @@ def test_the_limit_is_what_is_left_once_communicators_are_there() -> None:
         found, free = [], [1000, 600]
         gauge = SimpleNamespace(used=lambda: 100, peak=lambda: 200)
 
-        def hold(memory: Memory) -> Any:
+        def hold(memory: PeakMemory) -> Any:
             found.append(memory.limit)
 
         budgets = AutomaticBudgets(gauge, lambda: free[-1], lambda: 0, 400, hold, dist.group.WORLD)

@@ -14,7 +14,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.checkpoints import manifests
 from zerosync_strategy.tools.doctor import checkpoints as doctor
-from zerosync_strategy.tools.doctor.findings import Level
+from zerosync_strategy.tools.doctor.findings import Severity
 
 
 def test_checkpoints_on_the_disk(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_checkpoints_on_the_disk(tmp_path: Path) -> None:
 
     run_ranks(save)
     run = tmp_path / "run"
-    assert [each.level for each in doctor.check(run)] == [Level.OK, Level.OK]
+    assert [each.level for each in doctor.check(run)] == [Severity.OK, Severity.OK]
     for damage in ("flip_bit", "stale", "swap", "without_ids"):
         shutil.copytree(run / "two", run / damage)
         getattr(checkpoints, damage)(run / damage)
@@ -66,7 +66,7 @@ def test_a_save_that_was_killed_between_its_renames(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "one", tmp_path / ".one.writing")
     (tmp_path / "one").rename(tmp_path / ".one.replaced")
     found = doctor.check(tmp_path)
-    assert [each.level for each in found] == [Level.NOTE, Level.NOTE]
+    assert [each.level for each in found] == [Severity.NOTE, Severity.NOTE]
     assert "gives it its name back" in found[0].remedy
     assert manifests.is_distributed(tmp_path / "one") and not (tmp_path / ".one.replaced").exists()
     (tmp_path / "one").rename(tmp_path / "gone")

@@ -17,7 +17,7 @@ from tests.harness.forked import fork_instead
 from tests.harness.ranks import run_ranks
 from trials.matrix import table
 from zerosync_strategy.tools.doctor import configurations, installation, on_rank, ranks, selftest
-from zerosync_strategy.tools.doctor.findings import Finding, Level
+from zerosync_strategy.tools.doctor.findings import Finding, Severity
 
 ROOT = Path(__file__).parent.parent.parent
 FINE = {
@@ -44,7 +44,7 @@ TRAPS: list[tuple[dict[str, Any], str, str]] = [
 
 
 def serious(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.level in (Level.WARNING, Level.ERROR)]
+    return [finding for finding in findings if finding.level in (Severity.WARNING, Severity.ERROR)]
 
 
 def checked(tmp_path: Path, config: dict[str, Any]) -> list[Finding]:
@@ -56,7 +56,7 @@ def checked(tmp_path: Path, config: dict[str, Any]) -> list[Finding]:
 @pytest.mark.parametrize(("change", "level", "word"), TRAPS, ids=lambda value: value if isinstance(value, str) else "")
 def test_each_trap_is_found(tmp_path: Path, change: dict[str, Any], level: str, word: str) -> None:
     (fine,) = checked(tmp_path, FINE)
-    assert fine.level is Level.OK
+    assert fine.level is Severity.OK
     found = checked(tmp_path, {**FINE, **change})
     (trap,) = [each for each in found if word in each.found]
     assert trap.level.value == level and trap.remedy
@@ -86,16 +86,16 @@ def test_traps_of_accelerate() -> None:
     good = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": inner}}
     assert list(configurations.accelerate(good, ROOT)) == []
     (alone,) = configurations.accelerate({**good, "use_cpu": True, "num_processes": 2}, ROOT)
-    assert alone.level is Level.NOTE and "without a backend" in alone.found
+    assert alone.level is Severity.NOTE and "without a backend" in alone.found
     (other,) = configurations.accelerate({**good, "distributed_type": "MULTI_GPU"}, ROOT)
-    assert other.level is Level.ERROR and "MULTI_GPU" in other.found
+    assert other.level is Severity.ERROR and "MULTI_GPU" in other.found
 
 
 def test_traps_of_lightning() -> None:
     strategy = {"class_path": "zerosync_strategy.ZeroSyncStrategy", "init_args": {"config": FINE}}
     assert list(configurations.lightning({"trainer": {"strategy": strategy}})) == []
     (own,) = configurations.lightning({"trainer": {"strategy": "deepspeed_stage_2"}})
-    assert own.level is Level.ERROR and "silently wrong" in own.found
+    assert own.level is Severity.ERROR and "silently wrong" in own.found
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     for name in ("list.yaml", "broken.json", "missing.json"):
         (found,) = configurations.check(tmp_path / name)
-        assert found.level is Level.ERROR and name in found.found
+        assert found.level is Severity.ERROR and name in found.found
 
 
 def test_the_tested_releases_are_those_of_the_table() -> None:
@@ -128,15 +128,15 @@ def test_the_tested_releases_are_those_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("package", "release", "level", "word"),
     [
-        ("deepspeed", "0.17.6", Level.ERROR, "older"),
-        ("deepspeed", None, Level.ERROR, "not installed"),
-        ("deepspeed", "0.20.0+cu130", Level.WARNING, "newer"),
-        ("torch", "2.9.1+cpu", Level.ERROR, "older"),
-        ("accelerate", "1.3.0", Level.WARNING, "older"),
-        ("python", "3.14.1", Level.WARNING, "newer"),
+        ("deepspeed", "0.17.6", Severity.ERROR, "older"),
+        ("deepspeed", None, Severity.ERROR, "not installed"),
+        ("deepspeed", "0.20.0+cu130", Severity.WARNING, "newer"),
+        ("torch", "2.9.1+cpu", Severity.ERROR, "older"),
+        ("accelerate", "1.3.0", Severity.WARNING, "older"),
+        ("python", "3.14.1", Severity.WARNING, "newer"),
     ],
 )
-def test_releases_that_were_not_tested(package: str, release: str | None, level: Level, word: str) -> None:
+def test_releases_that_were_not_tested(package: str, release: str | None, level: Severity, word: str) -> None:
     newest = {name: last for name, (_, last) in installation.TESTED.items() if name != "pytorch-lightning"}
     assert serious(list(installation.check_releases(newest.get))) == []
     (found,) = serious(list(installation.check_releases({**newest, package: release}.get)))
@@ -164,7 +164,7 @@ def broken(how: Callable[[], None]) -> str:
 def test_the_self_test_passes(starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if starts == "forks":
         fork_instead(monkeypatch, ranks)
-    assert selftest.check(timeout=150).level is Level.OK
+    assert selftest.check(timeout=150).level is Severity.OK
 
 
 def test_a_deepspeed_that_lacks_an_internal_fails() -> None:
@@ -191,7 +191,7 @@ def test_ranks_that_receive_something_else_fail_the_self_test() -> None:
 
 def test_ranks_that_do_not_end_are_ended() -> None:
     finding = selftest.check(timeout=0.5)
-    assert finding.level is Level.ERROR and "not ended" in finding.found
+    assert finding.level is Severity.ERROR and "not ended" in finding.found
 
 
 def test_the_command_has_an_exit_status_and_json(tmp_path: Path) -> None:

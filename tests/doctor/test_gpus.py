@@ -10,7 +10,7 @@ from tests.harness.command import command
 from tests.harness.forked import fork_instead
 from zerosync_strategy.tools.doctor import gpus, selftest
 from zerosync_strategy.tools.doctor import ranks as doctor_ranks
-from zerosync_strategy.tools.doctor.findings import Level
+from zerosync_strategy.tools.doctor.findings import Severity
 from zerosync_strategy.tools.doctor.ranks import Ranks
 
 
@@ -21,7 +21,7 @@ def test_all_that_two_gpus_would_show(tmp_path: Path, monkeypatch: pytest.Monkey
     for limit in ("TRAIN_SECONDS", "START_SECONDS", "FAULT_SECONDS"):  # slower here, by far
         monkeypatch.setattr(gpus, limit, 200.0)
     found = list(gpus.check(2, "cpu", "tests.doctor.strict_ranks"))
-    assert all(each.level in (Level.OK, Level.NOTE) for each in found), found
+    assert all(each.level in (Severity.OK, Severity.NOTE) for each in found), found
     words = (
         "2 ranks, stages 1, 2 and 3: parameters equal plain torch's", "all-gather", "reduce-scatter", "step on stage 2",
         "step on stage 3", "a stuck rank: each other rank named rank 1", "a killed rank: each other rank named rank 1",
@@ -32,7 +32,7 @@ def test_all_that_two_gpus_would_show(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_ranks_that_fail_are_an_error() -> None:
     (found,) = gpus.check(2, "cpu", "tests.doctor.which_does_not_exist")
-    assert found.level is Level.ERROR and "ended with status 1" in found.found and found.remedy
+    assert found.level is Severity.ERROR and "ended with status 1" in found.found and found.remedy
 
 
 def test_a_verdict_that_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_verdict_that_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(gpus, "Ranks", lambda *args: _running(code, 3))
     found = list(gpus._faults(3, "cpu", ""))
-    assert [each.level for each in found] == [Level.ERROR]
+    assert [each.level for each in found] == [Severity.ERROR]
     assert "rank 1 ended with status 0, KeyError: x" in found[0].found and "named rank 2" in found[0].found
 
 
@@ -68,12 +68,12 @@ def _running(code: str, count: int) -> Ranks:
 def test_slow_links_and_an_exposed_step_have_remedies() -> None:
     measured = [{"collective": "all-gather", "nbytes": n << 20, "rate": rate} for n, rate in ((16, 1e9), (256, 4e9))]
     (slow,) = gpus._bandwidths(measured, gpus.SLOW["cuda"])
-    assert slow.level is Level.WARNING and "4 GB/s at 256 MiB" in slow.found and "nvidia-smi topo" in slow.remedy
+    assert slow.level is Severity.WARNING and "4 GB/s at 256 MiB" in slow.found and "nvidia-smi topo" in slow.remedy
     (fine,) = gpus._bandwidths([measured[0], {**measured[1], "rate": 40e9}], gpus.SLOW["cuda"])
-    assert fine.level is Level.OK
+    assert fine.level is Severity.OK
     step = {"stage": 2, "seconds": 3e-3, "compute": 2e-3, "parameters": 1e6, "rows": 8}
-    assert gpus._step(step).level is Level.OK and "1 ms more than plain torch's" in gpus._step(step).found
-    assert gpus._step({**step, "seconds": 5e-3}).level is Level.NOTE
+    assert gpus._step(step).level is Severity.OK and "1 ms more than plain torch's" in gpus._step(step).found
+    assert gpus._step({**step, "seconds": 5e-3}).level is Severity.NOTE
 
 
 def test_without_a_gpu_it_says_so_and_tests_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

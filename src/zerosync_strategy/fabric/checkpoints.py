@@ -15,7 +15,7 @@ from typing import Any
 from torch.nn import Module
 
 from zerosync_strategy.frontend import (
-    Source,
+    SavedCheckpoint,
     handle_of,
     is_distributed,
     load_full,
@@ -179,7 +179,7 @@ def _verified_together(
     for name, model in models.items():
         zerosync = handle_of(model)
         sources.append(
-            Source(directories[name], TAG, checksums=True)
+            SavedCheckpoint(directories[name], TAG, checksums=True)
             if zerosync is None
             else source(zerosync, directories[name], TAG, _is_loaded(model.optimizer, optimizers))
         )

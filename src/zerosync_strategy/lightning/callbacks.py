@@ -26,7 +26,7 @@ from .library import (
 )
 
 
-class _View:
+class _Proxy:
     """A proxy of ``target``, with another class and the attributes in ``replaced``."""
 
     def __init__(self, target: Any, **replaced: Any) -> None:
@@ -41,7 +41,7 @@ class _View:
 
 def _without_deepspeed(trainer: Trainer) -> Any:
     """Return a proxy of ``trainer`` whose strategy is no DeepSpeed strategy by ``isinstance``."""
-    return _View(trainer, strategy=_View(trainer.strategy))
+    return _Proxy(trainer, strategy=_Proxy(trainer.strategy))
 
 
 class CallbackOverrides(Stock):

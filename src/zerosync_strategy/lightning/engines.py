@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine.contract import fetch
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.frontend import Source, ZeroSync
+from zerosync_strategy.frontend import SavedCheckpoint, ZeroSync
 
 from .contract import NO_OPTIMIZER
 from .library import MisconfigurationException
@@ -176,4 +176,6 @@ def verified_together(
     if zerosyncs:
         pairs = zip(zerosyncs, places, strict=True)
         return frontend.one_load([frontend.source(zerosync, place, None, True) for zerosync, place in pairs])
-    return frontend.one_load([Source(place, None, options.checkpoint_checksums, stage == 3) for place in places])
+    return frontend.one_load(
+        [SavedCheckpoint(place, None, options.checkpoint_checksums, stage == 3) for place in places]
+    )

@@ -14,7 +14,7 @@ import typer
 import yaml  # noqa: F401  from the same extra; if it is missing, fail here and not midway
 
 from zerosync_strategy.tools.display import console, show_finding, show_plan
-from zerosync_strategy.tools.doctor.findings import Finding, Level
+from zerosync_strategy.tools.doctor.findings import Finding, Severity
 from zerosync_strategy.version import __version__
 
 app = typer.Typer(
@@ -72,7 +72,7 @@ def doctor(
         made.append(finding)
         if not as_json:
             show_finding(finding)
-    bad = (Level.ERROR, Level.WARNING) if strict else (Level.ERROR,)
+    bad = (Severity.ERROR, Severity.WARNING) if strict else (Severity.ERROR,)
     status = int(any(finding.level in bad for finding in made))
     if as_json:
         print(json.dumps({"exit_status": status, "findings": [vars(finding) for finding in made]}, indent=1))

@@ -11,12 +11,12 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from zerosync_strategy.tools.doctor.findings import Finding, Level
+from zerosync_strategy.tools.doctor.findings import Finding, Severity
 
 if TYPE_CHECKING:
     from zerosync_strategy.tools.plan.plan import Plan
 
-_COLOURS = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
+_COLOURS = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 _WIDTH = 300  # of a table in a file or a pipe
 
 
@@ -32,7 +32,7 @@ def show_finding(finding: Finding) -> None:
     line = Text(f"{finding.level.value:8}", style=_COLOURS[finding.level])
     line.append(f"{finding.topic:14}{finding.found}", style="default")
     out.print(line)
-    if finding.remedy and finding.level is not Level.OK:
+    if finding.remedy and finding.level is not Severity.OK:
         out.print(Text(f"{'':22}-> {finding.remedy}", style="default"))
     out.file.flush()
 

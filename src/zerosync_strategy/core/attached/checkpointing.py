@@ -15,7 +15,7 @@ from zerosync_strategy.core.attached.contents import AnyReader
 from zerosync_strategy.core.attached.engine import AttachedEngine, why_not_by_name
 from zerosync_strategy.core.checkpoints.background import wait_for_save
 from zerosync_strategy.core.checkpoints.dcp import Reader
-from zerosync_strategy.core.checkpoints.loads import Source, verify
+from zerosync_strategy.core.checkpoints.loads import SavedCheckpoint, verify
 from zerosync_strategy.core.checkpoints.manifests import is_distributed
 from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
 from zerosync_strategy.core.checkpoints.stock_reader import StockReader
@@ -148,11 +148,11 @@ def loading(attached: AttachedEngine, path: Any) -> Iterator[None]:
         together(what, loaded, lambda: "" if any(isinstance(each, NothingReplaced) for each in failed) else HALF_LOADED)
 
 
-def source_of(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> Source:
+def source_of(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> SavedCheckpoint:
     """Return what ``load_checkpoint`` with these arguments has to verify."""
     engine, any_ranks = attached.parts.engine, _any_ranks(attached)
     weights_in_shards = zero.stage(engine) == 3
-    return Source(
+    return SavedCheckpoint(
         Path(path), None if tag is None else str(tag), attached.parts.config.checkpoint_checksums,
         shards=optimizer_states or weights_in_shards,
         any_ranks=any_ranks or not optimizer_states,

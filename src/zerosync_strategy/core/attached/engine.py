@@ -37,7 +37,7 @@ from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
-from zerosync_strategy.core.checkpoints.background import HostCopies, step_begins, wait_for_save
+from zerosync_strategy.core.checkpoints.background import StagingMemory, step_begins, wait_for_save
 from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
 from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.messages import messages_of
@@ -112,7 +112,7 @@ class AttachedEngine:
         # 5. Parameters: the stage, with master weights and stepper.
         self.parts = parts = Parts(
             engine, config, names, reducer, window, MasterWeights(shards.streams),
-            RunningStatistics(engine.module, group, counter), counter, HostCopies(), self.activity, self.apart,
+            RunningStatistics(engine.module, group, counter), counter, StagingMemory(), self.activity, self.apart,
         )  # fmt: skip
         self.stage: Stage
         if isinstance(shards, PerParamShards):

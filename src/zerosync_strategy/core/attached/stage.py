@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.attached.statistics import RunningStatistics
-from zerosync_strategy.core.checkpoints.background import HostCopies
+from zerosync_strategy.core.checkpoints.background import StagingMemory
 from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
@@ -48,7 +48,7 @@ class Parts:
     edits: MasterWeights
     statistics: RunningStatistics
     counter: SentCounter
-    copies: HostCopies
+    copies: StagingMemory
     activity: Section
     apart: Section
 

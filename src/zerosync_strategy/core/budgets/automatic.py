@@ -92,7 +92,7 @@ _NEVER = -(2**62)  # bytes used at a level that never occurred
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """What the measured windows used, on the rank that used most, in bytes.
 
     Attributes:
@@ -130,7 +130,7 @@ class Memory:
         return level * self.everything // LEVELS
 
 
-def parameter_budget(memory: Memory, in_shards: int) -> int:
+def parameter_budget(memory: PeakMemory, in_shards: int) -> int:
     """Return how many bytes of parameters to hold, node shards included. All node shards take ``in_shards`` bytes."""
     if (in_full := memory.most()) == memory.everything or not in_shards:
         return in_full
@@ -140,7 +140,7 @@ def parameter_budget(memory: Memory, in_shards: int) -> int:
     return shards + replace(memory, other=[each + shards for each in memory.other]).most()
 
 
-def gradient_budget(memory: Memory, in_full: int, in_shards: int) -> int:
+def gradient_budget(memory: PeakMemory, in_full: int, in_shards: int) -> int:
     """Return how many bytes of gradients to leave unreduced, given the held parameters in full and in node shards."""
     return max(0, memory.left(in_full) - in_shards - memory.reserve)
 
@@ -184,7 +184,7 @@ class AutomaticBudgets:
 
     def __init__(
         self, gauge: Gauge, limit: Callable[[], int], gathered: Callable[[], int], everything: int,
-        hold: Callable[[Memory], Choice], process_group: Any,
+        hold: Callable[[PeakMemory], Choice], process_group: Any,
     ) -> None:  # fmt: skip
         self._gauge, self._limit, self._gathered, self._everything = gauge, limit, gathered, everything
         self._hold, self._process_group = hold, process_group
@@ -225,7 +225,7 @@ class AutomaticBudgets:
         limit = self._limit()
         needed = [max(_NEVER, each + self._unseen - limit) for each in self._beside]
         *needed, varied, limit = largest([*needed, varied, -limit], self._process_group)
-        self.choice = self._hold(Memory([each - limit for each in needed], self._everything, -limit, varied))
+        self.choice = self._hold(PeakMemory([each - limit for each in needed], self._everything, -limit, varied))
 
     def _note(self, used: int, gathered: int) -> int:
         gathered = min(gathered, self._everything)
@@ -273,7 +273,7 @@ def automatic_budgets(
     if of_module is not None:
         watched.append(of_module.scheduler.issuing.unsharded)
 
-    def hold(memory: Memory) -> Choice:
+    def hold(memory: PeakMemory) -> Choice:
         for each in watched:
             each.watch = None
         # Parameters first: a micro-batch gathers a parameter at least as often as it reduces its gradient.

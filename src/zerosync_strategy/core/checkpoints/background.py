@@ -229,7 +229,7 @@ def wait_for_save() -> None:
 _ALIGNMENT = 64
 
 
-class HostCopies:
+class StagingMemory:
     """Host memory for one content at a time, pinned if the values are on a device.
 
     :attr:`nbytes`: what is kept.

@@ -38,7 +38,7 @@ MOST_BYTES = 16 << 20
 """Of one stored box. A reader needs the memory of one, and reads it whole if it needs a part."""
 
 
-class Entry(NamedTuple):
+class StoredEntry(NamedTuple):
     """One stored box, or one object, which has no ``dtype``; at ``offset`` in its rank's file, ``length`` bytes."""
 
     key: Key
@@ -78,7 +78,7 @@ def _entries_of(rank: int) -> str:
 
 def write(folder: Path, rank: int, content: Content) -> FileState:
     """Write what this ``rank`` has to ``folder``, and where it is; return the state of the data file. Sends nothing."""
-    entries: list[Entry] = []
+    entries: list[StoredEntry] = []
     path = folder / name_of(rank)
     with path.open("wb") as file:
         stream = _Summed(file)
@@ -89,13 +89,13 @@ def write(folder: Path, rank: int, content: Content) -> FileState:
             return begin, stream.size - begin
 
         for key, value in content.objects.items():
-            entries.append(Entry(key, None, (), (), (), *save(value)))
+            entries.append(StoredEntry(key, None, (), (), (), *save(value)))
         for key, pieces in content.tensors.items():
             for piece in pieces:
                 for box in piece.boxes(MOST_BYTES):
                     place = save(_alone(box.values))
                     sizes = tuple(box.values.shape)
-                    entries.append(Entry(key, piece.values.dtype, piece.shape, box.offsets, sizes, *place))
+                    entries.append(StoredEntry(key, piece.values.dtype, piece.shape, box.offsets, sizes, *place))
         file.flush()
         os.fsync(file.fileno())
     with (folder / _entries_of(rank)).open("wb") as file:
@@ -121,7 +121,7 @@ def complete(folder: Path, ranks: int, names: dict[Key, Key]) -> None:
     for rank in range(ranks):
         path = folder / _entries_of(rank)
         try:
-            entries: list[Entry] = pickle.loads(path.read_bytes())
+            entries: list[StoredEntry] = pickle.loads(path.read_bytes())
         except FileNotFoundError:
             raise DamageError(
                 f"{path.name} is missing. Either another run writes to the same directory, or rank {rank} to another"
@@ -143,7 +143,7 @@ def complete(folder: Path, ranks: int, names: dict[Key, Key]) -> None:
     FileSystemWriter(folder).finish(metadata, [results])
 
 
-def _record(entry: Entry, file: str, metadata: Metadata) -> WriteResult:
+def _record(entry: StoredEntry, file: str, metadata: Metadata) -> WriteResult:
     found, name = metadata.state_dict_metadata, text_of(entry.key)
     metadata.planner_data[name] = entry.key
     place = _StorageInfo(file, entry.offset, entry.length)

@@ -18,7 +18,7 @@ from zerosync_strategy.core.failures.rank_status import rank_status
 
 
 @dataclass(frozen=True)
-class Source:
+class SavedCheckpoint:
     """The checkpoint that an engine loads.
 
     Attributes:
@@ -42,7 +42,7 @@ class Source:
 _verified: dict[tuple[Path, str | None], str | None] = {}  # the tag, by directory and requested tag
 
 
-def verify(source: Source) -> str | None:
+def verify(source: SavedCheckpoint) -> str | None:
     """Return the tag that all ranks load; ``None`` if there is no checkpoint to choose. Collective.
 
     Every rank raises a ``CheckpointError`` if one cannot load it, or if ranks would load different ones. Nothing has
@@ -53,7 +53,7 @@ def verify(source: Source) -> str | None:
 
 
 @contextmanager
-def one_load(sources: Sequence[Source]) -> Iterator[None]:
+def one_load(sources: Sequence[SavedCheckpoint]) -> Iterator[None]:
     """Wrap calls that load ``sources`` of one save: all are verified before the first is loaded. Collective."""
     with rank_status().activity(f"the attempt to read the checkpoint in {sources[0].directory}"):
         tags = _agree(sources)
@@ -64,7 +64,7 @@ def one_load(sources: Sequence[Source]) -> Iterator[None]:
         _verified.clear()
 
 
-def _agree(sources: Sequence[Source]) -> list[str | None]:
+def _agree(sources: Sequence[SavedCheckpoint]) -> list[str | None]:
     first = sources[0]
 
     def examine() -> tuple[str, list[str | None]]:
@@ -86,7 +86,7 @@ def _in_words(tag: str | None, manifest: Manifest | None) -> str:
     return f"{name}, no manifest" if manifest is None else f"{name} of step {manifest.step} (save {manifest.save})"
 
 
-def _remedy(source: Source) -> str:
+def _remedy(source: SavedCheckpoint) -> str:
     """Return the remedy: that nothing was loaded, and the newest whole checkpoint. Collective."""
     text = ""
     if dist.get_rank() == 0:
@@ -101,7 +101,7 @@ def _remedy(source: Source) -> str:
     return NOTHING_LOADED + str(broadcast_object(text, 0, None))
 
 
-def tag_of(source: Source) -> str | None:
+def tag_of(source: SavedCheckpoint) -> str | None:
     """Return the tag to load; ``None`` if nothing names one; a ``DamageError`` if its directory does not exist."""
     directory, tag, latest = source.directory, source.tag, source.directory / LATEST
     named = ""
@@ -126,7 +126,7 @@ def tag_of(source: Source) -> str | None:
     raise DamageError(f"it has no tag {tag!r}{named}. Give a tag= that it has ({tags}), or another directory")
 
 
-def _manifest_of(source: Source, tag: str | None) -> Manifest | None:
+def _manifest_of(source: SavedCheckpoint, tag: str | None) -> Manifest | None:
     """Verify this rank's share of the files; return a manifest of the checkpoint, or ``None`` if it has none.
 
     The share is what this rank has written itself, so that each file is read by one rank, however many load it. If the

@@ -72,7 +72,7 @@ def _shard(stock: Callable[[Any, Any], None], init: Any, param: Any) -> None:
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 
-class _View(NamedTuple):
+class _StorageView(NamedTuple):
     """The elements of its storage that a tensor has, in units of its own elements."""
 
     tensor: weakref.ref[Any]
@@ -93,7 +93,7 @@ class _View(NamedTuple):
     def mark(self, elements: torch.Tensor, first: int) -> torch.Tensor:
         return elements.as_strided(self.shape, self.stride, self.first - first)
 
-    def meets(self, other: _View) -> bool:
+    def meets(self, other: _StorageView) -> bool:
         """Return whether the two have an element in common."""
         if self.itemsize != other.itemsize:
             return True  # parameters of several dtypes in one buffer are not expected
@@ -105,12 +105,12 @@ class _View(NamedTuple):
         return bool(other.mark(elements, first).any())
 
 
-_sharded: dict[int, tuple[StorageWeakRef, list[_View]]] = {}  # storages that outlive the sharding by zero.Init
+_sharded: dict[int, tuple[StorageWeakRef, list[_StorageView]]] = {}  # storages that outlive the sharding by zero.Init
 
 
 def prepare_to_broadcast(module: torch.nn.Module) -> None:
     """Before DeepSpeed broadcasts the parameters of ``module``, record which share memory, and make them contiguous."""
-    by_memory: dict[int, list[_View]] = {}
+    by_memory: dict[int, list[_StorageView]] = {}
     with torch._C.DisableTorchFunctionSubclass():  # parameters of another engine may be at rest
         for tensor in (*module.parameters(), *module.buffers()):
             if not hasattr(tensor, "ds_id"):  # else zero.Init has recorded it
@@ -148,9 +148,9 @@ def _has_memory(tensor: Any) -> bool:
     return is_plain and (tensor.numel() > 0 or hasattr(tensor, "ds_id"))  # a released one is empty, in its own storage
 
 
-def _compare(tensor: Any, others: list[_View]) -> None:
+def _compare(tensor: Any, others: list[_StorageView]) -> None:
     """Record whether ``tensor`` shares elements with one of ``others``, in the same storage, and add it to them."""
-    view = _View(
+    view = _StorageView(
         weakref.ref(tensor), tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.element_size()
     )
     if view.repeats:

@@ -50,7 +50,7 @@ class Place(NamedTuple):
     offset: int
 
 
-class Kind(NamedTuple):
+class Writer(NamedTuple):
     """Who has written a checkpoint, and whether the optimizer's states are by name."""
 
     ranks: int
@@ -71,14 +71,14 @@ def shards_of(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items())) if is_alone else {}
 
 
-def kind_of(folder: Path) -> Kind | None:
+def kind_of(folder: Path) -> Writer | None:
     """Return who has written the checkpoint in ``folder``; ``None`` if it has no shards that can be read by name."""
     shards = shards_of(folder)
     if not shards:
         return None
     state = read(next(iter(shards.values())))["optimizer_state_dict"]
     ranks = state["partition_count"]
-    return Kind(ranks if _is_of_each(state) else ranks[0], _is_of_each(state), is_by_name(state))
+    return Writer(ranks if _is_of_each(state) else ranks[0], _is_of_each(state), is_by_name(state))
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:

@@ -110,15 +110,15 @@ class _ParamGroupsOverrides(Stock):
 
 def groups_of(groups: Sequence[Any], params: Sequence[Sequence[nn.Parameter]]) -> list[Any]:
     """Return DeepSpeed's ``groups`` with the module's ``params``, by group."""
-    return [_Group(group, of_group) for group, of_group in zip(groups, params, strict=True)]
+    return [_GroupView(group, of_group) for group, of_group in zip(groups, params, strict=True)]
 
 
 def shows_parameters(groups: Sequence[Any]) -> bool:
     """Return whether ``groups`` are those of :func:`groups_of`."""
-    return bool(groups) and isinstance(groups[0], _Group)
+    return bool(groups) and isinstance(groups[0], _GroupView)
 
 
-class _Group(UserDict[str, Any]):
+class _GroupView(UserDict[str, Any]):
     """One of DeepSpeed's parameter groups, with other ``params``; all else is read from and written to the group."""
 
     def __init__(self, group: dict[str, Any], params: Sequence[nn.Parameter]) -> None:

@@ -24,7 +24,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.layout import ShardLayout
-from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling
+from zerosync_strategy.core.gradients.placement import Placement, ReduceScatterInput, Scaling, ShardPart
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
 _LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed
@@ -148,7 +148,7 @@ class GradientBucket:
         self._below = below
         self._from_above: torch.Tensor | None = None  # the head of the bucket above, which this bucket reduces
         self.level = level
-        self.node_shard: dict[Part, torch.Tensor] = {}
+        self.node_shard: dict[ShardPart, torch.Tensor] = {}
         self.local = local
         self.streams = streams
         self.needs_reduce = False
@@ -215,14 +215,14 @@ class GradientBucket:
         nodes = self.layout.nodes
         return nodes if self.level is Level.NODE or self.layout.in_two_levels else None
 
-    def keep_node_sums(self, part: Part, sums: torch.Tensor) -> None:
+    def keep_node_sums(self, part: ShardPart, sums: torch.Tensor) -> None:
         if part in self.node_shard:
             self.node_shard[part].add_(sums)
         else:
             self.node_shard[part] = kept = sums.to(self.local.dtype)
             self.local.count(kept.nbytes)
 
-    def take_node_sums(self, part: Part) -> torch.Tensor | None:
+    def take_node_sums(self, part: ShardPart) -> torch.Tensor | None:
         """Remove and return the sums that the node shard holds for ``part``."""
         sums = self.node_shard.pop(part, None)
         if sums is not None:

@@ -35,7 +35,7 @@ class ShardSlice(NamedTuple):
         return shard[self.offset : self.offset + self.stop - self.start]
 
 
-Read = Callable[[torch.Tensor, int], None]
+ReadShard = Callable[[torch.Tensor, int], None]
 """Fills a tensor from this rank's shard, from an offset on."""
 
 
@@ -76,7 +76,7 @@ class ShardLayout(ABC):
         """Return the parts of ``param`` in this rank's shard; with ``stock``, of the shard in DeepSpeed's layout."""
 
     @abstractmethod
-    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: Read) -> torch.Tensor:
+    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: ReadShard) -> torch.Tensor:
         """Gather all shards into one tensor in ``dtype``, for :meth:`gradient_in`. Collective."""
 
     @abstractmethod

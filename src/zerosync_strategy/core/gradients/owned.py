@@ -21,8 +21,8 @@ from zerosync_strategy.core.comm.collectives import InFlight, Summing
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.owners import give_from_owners, reduce_to_owners
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.gradients.layout import Read, ShardLayout, ShardSlice
-from zerosync_strategy.core.gradients.placement import Part, Placement, ReduceScatterInput, Scaling, with_zeros
+from zerosync_strategy.core.gradients.layout import ReadShard, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.placement import Placement, ReduceScatterInput, Scaling, ShardPart, with_zeros
 
 
 class OwnedLayout(ShardLayout):
@@ -84,7 +84,7 @@ class OwnedLayout(ShardLayout):
         owner = self.owners[param]
         return (owner, 0) if self.nodes is None else (owner % self.nodes.size, owner // self.nodes.size)
 
-    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: Read) -> torch.Tensor:
+    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: ReadShard) -> torch.Tensor:
         memory = torch.empty(max(map(self.end_of, self.params), default=0), dtype=dtype, device=device)
         for param, own in self.own_offsets.items():
             read(self.gradient_in(memory, param), own)
@@ -216,7 +216,7 @@ class OwnedPlacement(Placement):
         for first in range(0, len(memory), numel):
             chunk = scaling.of(memory[first : first + numel], layout.dtype)
             begin, end = (min(max(bound - own, 0), self.width) for bound in (first, first + len(chunk)))
-            yield ReduceScatterInput(_rows_in(chunk, first, spans), Part(self.offset + begin, end - begin, first))
+            yield ReduceScatterInput(_rows_in(chunk, first, spans), ShardPart(self.offset + begin, end - begin, first))
 
     def reduce(self, rows: Mapping[int, torch.Tensor], how: Summing, out: torch.Tensor | None) -> InFlight:
         own = _row_of(self._layout.rank, rows)
@@ -231,7 +231,7 @@ class OwnedPlacement(Placement):
         return reduction
 
     def reduce_between(
-        self, nodes: Nodes, part: Part, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
+        self, nodes: Nodes, part: ShardPart, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
     ) -> InFlight:
         first = max(part.begin, self._places.get(nodes.place, (0, 0))[0])
         rows = _rows_in(sums, first, self._own_place)

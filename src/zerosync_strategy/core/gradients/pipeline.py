@@ -20,7 +20,7 @@ from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.failures.matching import BegunCollectives
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
 from zerosync_strategy.core.gradients.layout import ShardLayout
-from zerosync_strategy.core.gradients.placement import Part
+from zerosync_strategy.core.gradients.placement import ShardPart
 from zerosync_strategy.core.gradients.shards import GradientShards
 
 _Use = Callable[[torch.Tensor], None]
@@ -39,7 +39,7 @@ class _Kept:
 
 
 @dataclass
-class _InFlight:
+class _Flight:
     """A reduction of ``bucket``. ``kept``: the gradients that are read completely once this reduction is done."""
 
     bucket: GradientBucket
@@ -70,7 +70,7 @@ class ReductionPipeline:
         self.passes = 0
         self.windows_closed = 0
         self.abandoned: list[InFlight] = []
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[_Flight] = deque()
         self._kept: deque[_Kept] = deque()
         self._shards_ready = False  # allocated; the parts of reduced buckets hold gradients of this window
 
@@ -181,11 +181,11 @@ class ReductionPipeline:
         tag = self.windows_closed % 2**16 * 2**8 + self.passes % 2**8
         return Summing(self._shards.counter, self._ordered, tag, self._local.empty, bucket.label)
 
-    def _reduce(self, bucket: GradientBucket, rows: Any, part: Part) -> None:
+    def _reduce(self, bucket: GradientBucket, rows: Any, part: ShardPart) -> None:
         out, use = self._into_shard(bucket, part)
         self._note(bucket, bucket.placement.reduce(rows, self._how(bucket), out), use)
 
-    def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: Any, part: Part) -> None:
+    def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: Any, part: ShardPart) -> None:
         """Launch the reduction of ``rows`` within the node; its sums are kept, or reduced between nodes next."""
         reduction = bucket.placement.reduce_within(nodes, rows, self._how(bucket))
         if bucket.level is Level.NODE and not self.closes:
@@ -195,8 +195,9 @@ class ReductionPipeline:
             self._note(bucket, reduction, partial(self._reduce_between, bucket, nodes, part, *target))
 
     def _reduce_between(
-        self, bucket: GradientBucket, nodes: Nodes, part: Part, out: torch.Tensor | None, use: _Use, sums: torch.Tensor
-    ) -> None:
+        self, bucket: GradientBucket, nodes: Nodes, part: ShardPart, out: torch.Tensor | None, use: _Use,
+        sums: torch.Tensor,
+    ) -> None:  # fmt: skip
         """Launch the reduction between nodes of ``sums`` plus the node shard's sums of this part."""
         if (kept := bucket.take_node_sums(part)) is not None:
             sums = kept.add_(sums)
@@ -206,9 +207,9 @@ class ReductionPipeline:
     def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
         self.begun.add(bucket.layout.process_group)
         reduction.then(use)
-        self._in_flight.append(_InFlight(bucket, reduction))
+        self._in_flight.append(_Flight(bucket, reduction))
 
-    def _into_shard(self, bucket: GradientBucket, part: Part) -> tuple[torch.Tensor | None, _Use]:
+    def _into_shard(self, bucket: GradientBucket, part: ShardPart) -> tuple[torch.Tensor | None, _Use]:
         """Return the tensor that the reduction may write ``part`` to directly, if any, and what completes the write."""
         targets = self._shards.parts(bucket.layout, part.offset, part.numel)
         adds = bucket.is_reduced

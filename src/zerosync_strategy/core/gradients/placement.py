@@ -14,7 +14,7 @@ from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.gradients.layout import ShardLayout
 
 
-class Part(NamedTuple):
+class ShardPart(NamedTuple):
     """The elements of this rank's shard to which the result of a reduction belongs.
 
     ``begin`` is the offset in the bucket. It distinguishes parts, also if this rank has no element of them.
@@ -33,7 +33,7 @@ class ReduceScatterInput(NamedTuple):
     """
 
     rows: Any
-    part: Part
+    part: ShardPart
 
 
 class Scaling(NamedTuple):
@@ -97,7 +97,7 @@ class Placement(ABC):
 
     @abstractmethod
     def reduce_between(
-        self, nodes: Nodes, part: Part, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
+        self, nodes: Nodes, part: ShardPart, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
     ) -> InFlight:
         """Launch the sum of node shards over the nodes; the result is this rank's elements."""
 
@@ -119,7 +119,7 @@ class RowPlacement(Placement):
         for first in range(0, self.width, most):
             count = min(most, self.width - first)
             rows = scaling.of(self._columns(memory, first, count), self._layout.dtype)
-            yield ReduceScatterInput(rows, Part(self.offset + first, count, first))
+            yield ReduceScatterInput(rows, ShardPart(self.offset + first, count, first))
 
     def _columns(self, memory: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """Return ``count`` columns of the matrix from ``first`` on, perhaps with zeros after them."""
@@ -132,7 +132,7 @@ class RowPlacement(Placement):
         return nodes.reduce_within(rows, how)
 
     def reduce_between(
-        self, nodes: Nodes, part: Part, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
+        self, nodes: Nodes, part: ShardPart, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
     ) -> InFlight:
         return nodes.reduce_between(sums, self._layout.dtype, how, out)
 

@@ -22,7 +22,7 @@ from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.gradients.buckets import GradientBucket
-from zerosync_strategy.core.gradients.layout import ALIGNMENT, Read, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.layout import ALIGNMENT, ReadShard, ShardLayout, ShardSlice
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.placement import RowPlacement, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
@@ -166,7 +166,7 @@ class StripedLayout(ShardLayout):
         begin = self.offsets[param]
         return self.stripes.slices_of(begin, begin + param.numel(), stock)
 
-    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: Read) -> torch.Tensor:
+    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: ReadShard) -> torch.Tensor:
         memory = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
         for stripe in self.stripes:
             rows = stripe.rows(memory)

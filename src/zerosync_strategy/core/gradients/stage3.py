@@ -21,9 +21,9 @@ from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
-from zerosync_strategy.core.gradients.layout import ALIGNMENT, Read, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.layout import ALIGNMENT, ReadShard, ShardLayout, ShardSlice
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.placement import Part, ReduceScatterInput, RowPlacement, Scaling, with_zeros
+from zerosync_strategy.core.gradients.placement import ReduceScatterInput, RowPlacement, Scaling, ShardPart, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 
@@ -51,7 +51,7 @@ class PerParamLayout(ShardLayout):
         """Return how many elements a row of ``width`` has as it is sent: on native backends, rows are aligned."""
         return -(-width // ALIGNMENT) * ALIGNMENT if self.is_native else width
 
-    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: Read) -> torch.Tensor:
+    def gather_shards(self, dtype: torch.dtype, device: torch.device, read: ReadShard) -> torch.Tensor:
         rows = torch.empty(self.world_size, self.shard_numel, dtype=dtype, device=device)
         read(rows[self.rank], 0)
         self.all_gather(rows).wait()
@@ -80,7 +80,7 @@ class ColumnPlacement(RowPlacement):
             yield from super().inputs(memory, self._layout.row(most), nodes, scaling)
         elif self.width:  # packed gradients are bounded by the size of a bucket; a single parameter may be larger
             rows = scaling.of(memory.view(self._layout.world_size, -1), self._layout.dtype)
-            yield ReduceScatterInput(rows, Part(self.offset, self.width, 0))
+            yield ReduceScatterInput(rows, ShardPart(self.offset, self.width, 0))
 
     def _columns(self, memory: torch.Tensor, first: int, count: int) -> torch.Tensor:
         world_size, row = self._layout.world_size, self._layout.row(count)

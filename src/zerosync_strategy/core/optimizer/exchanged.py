@@ -30,7 +30,7 @@ from zerosync_strategy.core.optimizer.whole import WholeStepper
 _TAG = 2**29  # below the tags of gathers and above the tags of reductions
 _IN_FLIGHT = 2
 
-Read = Callable[[Any], torch.Tensor]
+ValuesOf = Callable[[Any], torch.Tensor]
 Write = Callable[[Any, torch.Tensor], None]
 
 
@@ -49,7 +49,7 @@ class _Batch:
         self._own_numels = list(map(zero3.shard_numel, self._own))
         self._width = sum(self._own_numels)
 
-    def to_owners(self, shard_of: Read, take: Write) -> InFlight:
+    def to_owners(self, shard_of: ValuesOf, take: Write) -> InFlight:
         """Launch the exchange of shards to owners. ``take`` is called with each owned parameter, whole and flat."""
         sent = torch.cat([shard_of(param) for param in self._params])
         received = sent.new_empty(self._layout.world_size * self._width)
@@ -62,7 +62,7 @@ class _Batch:
         sizes = [self._width] * self._layout.world_size
         return self._exchange(sent, received, self._of_owners, sizes, "master weights", use)
 
-    def from_owners(self, values_of: Read, take: Write, like: torch.Tensor) -> InFlight:
+    def from_owners(self, values_of: ValuesOf, take: Write, like: torch.Tensor) -> InFlight:
         """Launch the exchange of shards from owners. ``take`` is called with this rank's shard of each parameter.
 
         ``values_of`` returns an owned parameter, whole and flat. ``like`` has the dtype and device.

@@ -41,7 +41,7 @@ class Scope(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class Finding(NamedTuple):
+class Dependence(NamedTuple):
     """What an optimizer's updates depend on. ``detail``, for an error: how much they differ, or why a trial failed."""
 
     scope: Scope
@@ -66,7 +66,7 @@ _ROUNDING_OF_PARAMETERS = 4
 _OUTLIERS = 0.01
 
 
-_found: dict[Any, Finding] = {}
+_found: dict[Any, Dependence] = {}
 
 Shapes = Sequence[tuple[int, ...]]
 Tensors = list[Tensor]
@@ -74,7 +74,7 @@ Divide = Callable[[Tensors], list[Tensors]]
 MakeTrial = Callable[[Shapes, torch.dtype, int], "_Trial"]
 
 
-def probe(optimizer: Any) -> Finding:
+def probe(optimizer: Any) -> Dependence:
     """Return what the updates of ``optimizer`` depend on, with the options of each of its groups.
 
     The optimizer is neither changed nor stepped; copies without its parameters, states and hooks are stepped. Random
@@ -95,17 +95,17 @@ def switches_weights(optimizer: Any) -> bool:
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
-def _probe(optimizer: Any) -> Finding:
+def _probe(optimizer: Any) -> Dependence:
     groups, counts = _groups(optimizer), sorted({len(_SCALES), _steps(optimizer)})
-    found = _probe_groups(partial(_Trial, optimizer, [_Group(each.options, {}) for each in groups]), counts)
+    found = _probe_groups(partial(_Trial, optimizer, [_TrialGroup(each.options, {}) for each in groups]), counts)
     if found.scope is Scope.UNKNOWN and any(each.state for each in groups):
         found = _probe_groups(partial(_Trial, optimizer, groups), counts)
         if found.scope is Scope.ELEMENT:
-            return Finding(Scope.PARAMETER, "its constructor makes states of each parameter")
+            return Dependence(Scope.PARAMETER, "its constructor makes states of each parameter")
     return found
 
 
-def _probe_groups(trial: MakeTrial, counts: Sequence[int]) -> Finding:
+def _probe_groups(trial: MakeTrial, counts: Sequence[int]) -> Dependence:
     """Return the finding of trials with each of these numbers of steps, ascending."""
     small, steps = _try(trial, _SMALL, torch.float64, counts)
     if small.scope in (Scope.EVERYTHING, Scope.CHANCE, Scope.RANKS):
@@ -125,7 +125,7 @@ def _probe_groups(trial: MakeTrial, counts: Sequence[int]) -> Finding:
 
 def _try(
     trial: MakeTrial, shapes: Shapes, dtype: torch.dtype, counts: Sequence[int], differs: str = ""
-) -> tuple[Finding, int]:
+) -> tuple[Dependence, int]:
     """Return the finding and its number of steps; the first difference ends the search."""
     for steps in counts:
         found = _try_steps(trial(shapes, dtype, steps), differs)
@@ -134,21 +134,21 @@ def _try(
     return found, steps
 
 
-def _try_steps(trial: _Trial, differs: str) -> Finding:
+def _try_steps(trial: _Trial, differs: str) -> Dependence:
     """Return the finding of one trial. ``differs``: the difference of flat pieces, if already known."""
     try:
         whole = trial.run(lambda tensors: [tensors])
     except _MessageError as error:
-        return Finding(Scope.RANKS, str(error))
+        return Dependence(Scope.RANKS, str(error))
     except Exception as error:
-        return Finding(Scope.UNKNOWN, f"{type(error).__name__}: {error}")
+        return Dependence(Scope.UNKNOWN, f"{type(error).__name__}: {error}")
     differs = differs or trial.difference(whole, _ranks, "flat pieces")
     if not differs:
-        return Finding(Scope.ELEMENT)
+        return Dependence(Scope.ELEMENT)
     if trial.drew_random_numbers:
-        return Finding(Scope.CHANCE, differs)
+        return Dependence(Scope.CHANCE, differs)
     each = trial.difference(whole, lambda tensors: [[tensor] for tensor in tensors], "one parameter")
-    return Finding(Scope.EVERYTHING, each) if each else Finding(Scope.PARAMETER, differs)
+    return Dependence(Scope.EVERYTHING, each) if each else Dependence(Scope.PARAMETER, differs)
 
 
 # ---- a trial ---------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class _Trial:
     """Steps copies of ``optimizer`` on parameters of ``shapes``, the same in each of ``groups``."""
 
     optimizer: Any
-    groups: Sequence[_Group]
+    groups: Sequence[_TrialGroup]
     shapes: Shapes
     dtype: torch.dtype
     steps: int
@@ -264,14 +264,14 @@ def _steps(optimizer: Any) -> int:
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-class _Group(NamedTuple):
+class _TrialGroup(NamedTuple):
     options: dict[str, Any]
     state: dict[str, Any]  # what a constructor may set: a flag (Moonlight's Muon), the seed of a projection (APOLLO)
 
 
-def _groups(optimizer: Any) -> list[_Group]:
+def _groups(optimizer: Any) -> list[_TrialGroup]:
     """Return the groups that differ in more than the learning rate, as before a first step."""
-    groups: dict[str, _Group] = {}
+    groups: dict[str, _TrialGroup] = {}
     states = getattr(optimizer, "state", {})
     in_groups = {id(param) for group in optimizer.param_groups for param in group["params"]}
     # States of parameters that DeepSpeed has replaced, in the groups, by flat ones.
@@ -286,7 +286,7 @@ def _groups(optimizer: Any) -> list[_Group]:
         noted = replaced or [_noted(states.get(param, {})) for param in group["params"]] or [{}]
         for state in noted:  # each kind once, of many parameters that a constructor may have numbered
             kind = {name: type(value) if _is_number(value) else value for name, value in state.items()}
-            groups.setdefault(repr((options, kind)), _Group(options, state))
+            groups.setdefault(repr((options, kind)), _TrialGroup(options, state))
     return list(groups.values())
 
 
@@ -325,7 +325,7 @@ class _CopySmallTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copied(optimizer: Any, groups: Sequence[_Group], params: Sequence[Tensors]) -> Any:
+def _copied(optimizer: Any, groups: Sequence[_TrialGroup], params: Sequence[Tensors]) -> Any:
     """Return a copy of ``optimizer`` with these groups and parameters, without other states and hooks."""
     made = [copy.deepcopy(each.options) | {"params": list(own)} for each, own in zip(groups, params, strict=True)]
     with _CopySmallTensors():

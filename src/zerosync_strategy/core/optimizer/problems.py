@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerosync_strategy.core.engine import compat, zero3
 from zerosync_strategy.core.engine.zero import listed
-from zerosync_strategy.core.optimizer.probe import Finding, Scope, probe
+from zerosync_strategy.core.optimizer.probe import Dependence, Scope, probe
 from zerosync_strategy.core.optimizer.stepper import STEPPED_BY_TENSOR
 from zerosync_strategy.core.options.config import WHOLE
 
@@ -132,7 +132,7 @@ def _is_elementwise(optimizer: Any) -> bool:
     return not is_made or cls in STEPPED_BY_TENSOR or re.fullmatch(names, cls.__name__) is not None
 
 
-def _found_problem(optimizer: Any, found: Finding) -> str:
+def _found_problem(optimizer: Any, found: Dependence) -> str:
     scope, detail = found
     if scope in (Scope.ELEMENT, Scope.PARAMETER):
         return ""

@@ -48,7 +48,7 @@ class _Cohort:
     scalars: dict[int, State] = field(default_factory=dict)
 
 
-class _Part(NamedTuple):
+class _Piece(NamedTuple):
     """What the optimizer steps in place of master weights: a cohort's runs in one slice of them."""
 
     group: dict[str, Any]
@@ -148,7 +148,7 @@ class Stepper:
 
     def _parts(
         self, slices: StepSlices, masters: Sequence[MasterShard] | None, cohorts: Sequence[_Cohort]
-    ) -> Iterator[_Part]:
+    ) -> Iterator[_Piece]:
         """Yield the parts of a step: by slice, a part per cohort, then a part for the slice's callback.
 
         ``masters`` has the parameters in the ``slices``' master weights; ``None`` if a single cohort has everything.
@@ -162,12 +162,12 @@ class Stepper:
                 for begin, end, stepped in slices[index][1]:
                     for cohort, of_cohort in zip(cohorts, runs, strict=True):
                         within = [(max(a, begin), min(b, end)) for a, b in of_cohort if a < end and begin < b]
-                        yield _Part(group, flat, index, within, cohort, cohort.scalars.get(index), None)
+                        yield _Piece(group, flat, index, within, cohort, cohort.scalars.get(index), None)
                     if stepped is not None:
-                        yield _Part(group, flat, index, [], self._cohorts[0], None, stepped)
+                        yield _Piece(group, flat, index, [], self._cohorts[0], None, stepped)
 
     @contextmanager
-    def _stepping_by(self, parts: Callable[[], Iterator[_Part]]) -> Iterator[None]:
+    def _stepping_by(self, parts: Callable[[], Iterator[_Piece]]) -> Iterator[None]:
         """While active, a step of the torch optimizer steps ``parts``, one after the other."""
         optimizer = self._optimizer
         stock, own = optimizer.step, vars(optimizer).get("step")  # a learning-rate scheduler sets one on the instance
@@ -208,7 +208,7 @@ class Stepper:
             for group, flats in groups:
                 group["params"] = flats
 
-    def _call(self, parts: Sequence[_Part], method: Callable[[], Any]) -> None:
+    def _call(self, parts: Sequence[_Piece], method: Callable[[], Any]) -> None:
         """Call a method of the torch optimizer while its groups hold ``parts`` and nothing else."""
         entered = [(part, _enter(self._optimizer, part)) for part in parts if part.runs]
         for part, views in entered:
@@ -218,7 +218,7 @@ class Stepper:
             part.group["params"] = []
             part.cohort.scalars[part.master] = self._leave(part, views)
 
-    def _leave(self, part: _Part, views: list[Any]) -> State:
+    def _leave(self, part: _Piece, views: list[Any]) -> State:
         """Copy the states of the stepped ``views`` into the whole states; return the scalar states."""
         whole, scalars = self._optimizer.state[part.flat], {}
         for view, (begin, end) in zip(views, part.runs, strict=True):
@@ -315,7 +315,7 @@ def _runs(master: MasterShard, params: set[Any]) -> Runs:
     return runs
 
 
-def _enter(optimizer: Any, part: _Part) -> list[torch.nn.Parameter]:
+def _enter(optimizer: Any, part: _Piece) -> list[torch.nn.Parameter]:
     """Return views of the part for the optimizer to step, with gradients and states."""
     views = []
     data, gradient = part.flat.data, part.flat.grad

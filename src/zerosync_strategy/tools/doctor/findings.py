@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 
 
-class Level(str, Enum):
+class Severity(str, Enum):
     """How bad a finding is."""
 
     OK = "ok"
@@ -22,11 +22,11 @@ class Finding:
     """What was examined (``topic``, the same on every machine), what was found, in a sentence, and the remedy."""
 
     topic: str
-    level: Level
+    level: Severity
     found: str
     remedy: str = ""
 
 
 def of_topic(topic: str) -> Iterator[Callable[..., Finding]]:
     """Return, for each level, a function that makes a finding of ``topic`` from the text and its remedy."""
-    return (partial(Finding, topic, level) for level in Level)
+    return (partial(Finding, topic, level) for level in Severity)
