@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from tests.harness.engines import attached_of, make_engine, start
+from tests.harness.networks import matrices
 from tests.harness.racecheck import simulate
 from tests.harness.racecheck.device import Stream
 from tests.harness.ranks import run_ranks
@@ -24,7 +24,7 @@ def peaks(stage: int, options: dict[str, Any], backwards: int = 2) -> tuple[list
     """
     with simulate() as simulation:
         start()
-        net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        net = matrices(WIDTH, LAYERS)
         zero = {
             "overlap_comm": True, "reduce_bucket_size": WIDTH * WIDTH, "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0,
@@ -60,7 +60,7 @@ def test_two_units_are_gathered_at_a_time(width: int, most: float) -> None:
     def run() -> tuple[float, float, list[str]]:
         with simulate() as simulation:
             start()
-            net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS // 2)])
+            net = matrices(width, LAYERS // 2)
             zero = {
                 "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": width * width,
                 "stage3_max_reuse_distance": 0,
@@ -90,7 +90,7 @@ def test_gradients_of_earlier_backwards(stage: int) -> None:
     def run() -> list[str]:
         with simulate() as simulation:
             start()
-            net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+            net = matrices(WIDTH, 3)
             zero = {"overlap_comm": True, "reduce_bucket_size": WIDTH * WIDTH, "stage3_param_persistence_threshold": 0}
             engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.01), stage, zero)
             attached, x = attached_of(attach(engine)), torch.ones(1, WIDTH)
