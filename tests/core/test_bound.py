@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.harness.beside import Beside, square_of
+from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.networks import matrices
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.attached import bound
@@ -17,30 +19,27 @@ WIDTH, LAYERS, BYTES = 8, 8, 8 * 4 * 8 * 8  # on a device, four buckets at most 
 SHARDED = {"stage3_param_persistence_threshold": 0}
 
 
+data = noise(3, WIDTH)
+
+
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    return matrices(WIDTH, LAYERS)
 
 
-def batch(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank))
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 def trained(stage: int, memory: tuple[int, int] | None, options: dict[str, Any]) -> tuple[Any, float]:
     """The last of two reports of a run on a device that has ``memory``, and its distance to the oracle."""
-    module, plain = net(), net()
     zero = {"reduce_bucket_size": WIDTH * WIDTH} | (SHARDED if stage == 3 else {})
-    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), stage, zero)
-    oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     bound.device_memory = lambda _: memory
-    zerosync = attach(engine, **options)
-    for step in range(2):
-        for k in (2 * step, 2 * step + 1):
-            engine.backward(engine(batch(k, rank())).square().mean())
-            oracle.backward(lambda of, k=k: plain(batch(k, of)).square().mean())
-        engine.step()
-        oracle.step()
-    return zerosync.report, distance(full_parameters(module), full_parameters(plain))
+    both = Beside(net, sgd, square_of(data), stage, zero, options)
+    for _ in range(2):
+        both.backward()
+        both.backward()
+        report = both.step()
+    return report, both.error()
 
 
 @pytest.mark.parametrize(
@@ -105,12 +104,12 @@ def test_an_error_for_lack_of_memory_says_what_is_held(stage: int, where: str) -
         engine = make_engine(module, optimizer, stage, SHARDED if stage == 3 else {})
         zerosync = attach(engine, elementwise_optimizer=True)
         zerosync.window.expect_last(False)
-        engine.backward(engine(batch(0, rank())).square().mean())
+        engine.backward(engine(data(0, rank())).square().mean())
         if where != "step":
             module[1].register_forward_hook(lambda *args: Fails.apply(args[2]))
         with pytest.raises(torch.OutOfMemoryError) as error:
             if where != "step":
-                engine.backward(engine(batch(0, rank())).square().mean())
+                engine.backward(engine(data(0, rank())).square().mean())
             engine.step()
         return str(error.value)
 

@@ -63,6 +63,7 @@ def train(name: str, backend: str, **options: Any) -> tuple[list[float], dict[st
     return losses, full_parameters(model)
 
 
+@pytest.mark.extended  # test_eager_frames.py has each of its ways to read and to break a graph
 @pytest.mark.parametrize("name", ["qwen2_moe", pytest.param("llama", marks=pytest.mark.slow)])
 def test_equal_to_plain_torch(name: str) -> None:
     def run() -> tuple[float, float]:

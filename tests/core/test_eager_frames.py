@@ -629,7 +629,7 @@ def test_compiled_autograd_leaves_our_hooks_out(stage: int) -> None:
             return ready(gradient)
 
         reducer.gradient_ready = watched
-        xs = torch.randn(4, 2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+        xs = torch.randn(2, 2, 3, WIDTH, generator=torch.Generator().manual_seed(0))
         for k, of_ranks in enumerate(xs):
             loss = engine(of_ranks[int(os.environ["RANK"])]).square().mean()
             with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):

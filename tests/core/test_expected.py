@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness.engines import make_engine, rank
-from tests.harness.oracle import Oracle, distance, full_parameters
+from tests.harness.beside import Beside, square_of
+from tests.harness.data import noise
+from tests.harness.engines import rank
+from tests.harness.networks import matrices
 from tests.harness.ranks import run_ranks
-from zerosync_strategy import attach
 
 WIDTH, LAYERS = 8, 6
 SHARDED = {"stage3_param_persistence_threshold": 0}
@@ -17,49 +18,26 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 STAGES = [(2, {}), (3, {}), (3, {"param_memory_budget": "all"})]
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+data = noise(3, WIDTH)
 
 
-def batch(k: int, of_rank: int) -> torch.Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * k + of_rank))
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
-class Run:
-    """An engine and plain torch on the same batches."""
-
-    def __init__(self, stage: int, options: dict[str, Any], zero: dict[str, Any] | None = None, **config: Any) -> None:
-        self.net, self.plain = net(), net()
-        zero = {"reduce_bucket_size": WIDTH * WIDTH} | (SHARDED if stage == 3 else {}) | (zero or {})
-        self.engine = make_engine(self.net, torch.optim.SGD(self.net.parameters(), lr=0.1), stage, zero, **config)
-        self.oracle = Oracle(self.plain, torch.optim.SGD(self.plain.parameters(), lr=0.1))
-        self.zerosync = attach(self.engine, **options)
-        self._made = 0
-
-    def backward(self, raw: bool = False) -> None:
-        k, self._made = self._made, self._made + 1
-        loss = self.engine(batch(k, rank())).square().mean()
-        loss.backward() if raw else self.engine.backward(loss)
-        self.oracle.backward(lambda of: self.plain(batch(k, of)).square().mean())
-
-    def step(self) -> Any:
-        self.engine.step()
-        self.oracle.step()
-        return self.zerosync.report
-
-    def error(self) -> float:
-        return distance(full_parameters(self.net), full_parameters(self.plain))
+def trained(stage: int, options: dict[str, Any], zero: dict[str, Any] | None = None, **config: Any) -> Beside:
+    zero = {"reduce_bucket_size": WIDTH * WIDTH} | (SHARDED if stage == 3 else {}) | (zero or {})
+    return Beside(lambda: matrices(WIDTH, LAYERS), sgd, square_of(data), stage, zero, options, **config)
 
 
 @pytest.mark.parametrize(("stage", "options"), STAGES)
 @pytest.mark.parametrize("raw", [False, True])
 def test_the_first_window_of_one_backward_reduces_while_it_runs(stage: int, options: dict[str, Any], raw: bool) -> None:
     def run() -> Any:
-        both, found = Run(stage, options), []
+        both, found = trained(stage, options), []
         for backwards in (1, 1, 3, 3, 3):
             for _ in range(backwards):
-                both.backward(raw)
+                both.backward(raw=raw)
             report = both.step()
             found.append((report.reductions, report.early_reductions, report.peak_unreduced_bytes < report.floor_bytes))
         return found, both.error()
@@ -72,10 +50,10 @@ def test_the_first_window_of_one_backward_reduces_while_it_runs(stage: int, opti
 
 def test_accumulation_by_deepspeed_is_expected_of_raw_backwards() -> None:
     def run() -> Any:
-        both, found = Run(2, {}, gradient_accumulation_steps=3), []
+        both, found = trained(2, {}, gradient_accumulation_steps=3), []
         for _ in range(2):
             for _ in range(3):
-                loss = both.engine(batch(0, rank())).square().mean()
+                loss = both.engine(data(0, rank())).square().mean()
                 loss.backward()
                 both.engine.step()
             found.append((both.zerosync.report.reductions, both.zerosync.report.early_reductions))
@@ -89,7 +67,7 @@ def test_a_reduced_gradient_is_an_error_to_use_and_none_to_replace(stage: int, o
     """As programs for plain torch use it; and a later backward finds no trace of what stood for it."""
 
     def run() -> float:
-        both = Run(stage, options)
+        both = trained(stage, options)
         for step in range(2):
             for _ in range(step + 1):
                 both.backward()
@@ -107,7 +85,7 @@ def test_a_reduced_gradient_is_an_error_to_use_and_none_to_replace(stage: int, o
                 both.backward()  # the window surprises; its gradients must not have gone to a stand-in
             both.step()
             assert all(param.grad is None for param in both.net.parameters())
-            assert type(first) is type(next(net().parameters())) or stage == 3
+            assert type(first) is type(next(both.plain.parameters())) or stage == 3
         both.backward()
         for zero in (both.net.zero_grad, lambda: both.net.zero_grad(set_to_none=False), both.engine.zero_grad):
             zero()
@@ -127,7 +105,7 @@ def test_a_wrong_promise_where_ranks_say_nothing(stage: int, options: dict[str, 
     """Nothing goes with a norm: on the host, or not computed; or what is stepped is divided by items first."""
 
     def run() -> float:
-        both = Run(stage, options, zero)
+        both = trained(stage, options, zero)
         for promises in (True, False, True):
             for k in range(3):
                 if promises and k == 1:
@@ -143,14 +121,14 @@ def test_a_wrong_promise_where_ranks_say_nothing(stage: int, options: dict[str, 
 
 def test_a_resumed_run_expects_what_the_saved_one_did(tmp_path: Any) -> None:
     def run() -> Any:
-        both = Run(2, {})
+        both = trained(2, {})
         for _ in range(2):
             for _ in range(3):
                 both.backward()
             both.step()
         both.engine.save_checkpoint(str(tmp_path))
         both.engine.destroy()
-        again = Run(2, {})
+        again = trained(2, {})
         again.engine.load_checkpoint(str(tmp_path))
         for _ in range(3):
             again.backward()

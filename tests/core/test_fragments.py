@@ -21,6 +21,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from tests.harness.beside import Beside
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.extended import STAGES
@@ -40,30 +41,16 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=0.03)
 
 
-class Both:
-    """An attached engine, and plain torch on the same global batch."""
+def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
+    dtype = next(module.parameters()).dtype
+    return module(data(k, of_rank).to(dtype)).float().square().mean()
 
-    def __init__(self, stage: int, zero: dict[str, Any] | None = None, **options: Any) -> None:
-        self.net = two_layers()
-        self.plain = copy.deepcopy(self.net)
-        half = options.pop("half", False)
+
+class Both(Beside):
+    def __init__(self, stage: int, zero: dict[str, Any] | None = None, half: bool = False, **options: Any) -> None:
         config = {"bf16": {"enabled": True}} if half else {}
-        self.dtype = torch.bfloat16 if half else torch.float32
-        self.engine = make_engine(self.net, adamw(self.net), stage, zero, **config)
-        self.zerosync = attach(self.engine, **options)
-        self.oracle = Oracle(self.plain, adamw(self.plain))
+        super().__init__(two_layers, adamw, loss_of, stage, zero, options, **config)
         self.pairs = list(zip(self.net.parameters(), self.plain.parameters(), strict=True))
-
-    def backward(self, k: int) -> None:
-        self.engine.backward(self.engine(data(k, rank()).to(self.dtype)).float().square().mean())
-        self.oracle.backward(lambda r: self.plain(data(k, r)).square().mean())
-
-    def step(self) -> None:
-        self.engine.step()
-        self.oracle.step()
-
-    def error(self) -> float:
-        return distance(full_parameters(self.net), full_parameters(self.plain))
 
 
 @pytest.mark.extended(but=("2-options4", "3-options5"))

@@ -7,15 +7,16 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from torch import nn
 
 from tests.core.test_constant import Pair as AdaptedPair
+from tests.harness.beside import Beside, square_of
 from tests.harness.data import noise
-from tests.harness.engines import make_engine, rank
+from tests.harness.engines import rank
 from tests.harness.networks import stack
-from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
+from tests.harness.oracle import of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
-from zerosync_strategy import attach
 
 WIDTH, LAYERS = 24, 5
 NORM = 48  # bytes of its sum
@@ -26,31 +27,16 @@ GRADIENTS = 4 * LAYERS * (WIDTH + 1) * WIDTH
 data = noise(4, WIDTH)
 
 
-class Pair:
-    """An engine and plain torch, trained alike, with three backwards per step."""
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.03)
 
-    def __init__(self, **options: Any) -> None:
-        self.net, self.plain = stack(WIDTH, LAYERS), stack(WIDTH, LAYERS)
-        zero = {
-            "stage3_param_persistence_threshold": WIDTH + 1,
-            "stage3_max_reuse_distance": options.pop("reuse", 10**9),
-        }
-        self.engine = make_engine(self.net, torch.optim.AdamW(self.net.parameters(), lr=0.03), 3, zero)
-        self.zerosync = attach(self.engine, **options)
-        self.oracle = Oracle(self.plain, torch.optim.AdamW(self.plain.parameters(), lr=0.03))
-        self.k = 0
 
-    def backward(self) -> None:
-        self.k, k = self.k + 1, self.k
-        self.engine.backward(self.engine(data(k, rank())).square().mean())
-        self.oracle.backward(lambda r: self.plain(data(k, r)).square().mean())
+class Pair(Beside):
+    """With three backwards per step."""
 
-    def step(self) -> None:
-        self.engine.step()
-        self.oracle.step()
-
-    def error(self) -> float:
-        return distance(full_parameters(self.net), full_parameters(self.plain))
+    def __init__(self, reuse: int = 10**9, **options: Any) -> None:
+        zero = {"stage3_param_persistence_threshold": WIDTH + 1, "stage3_max_reuse_distance": reuse}
+        super().__init__(lambda: stack(WIDTH, LAYERS), adamw, square_of(data), 3, zero, options)
 
 
 @pytest.mark.extended(but=("4608-all-2-3-0", "0-2303-0-0-1000000000"))

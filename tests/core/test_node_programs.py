@@ -14,6 +14,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness.beside import Beside
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters
@@ -57,32 +58,18 @@ def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
     return module(inputs(k, of_rank)).square().mean()
 
 
-class Case:
-    """An engine with both budgets and the oracle beside it, trained alike."""
+class Case(Beside):
+    """With both budgets."""
 
     def __init__(
         self, stage: int, budget: Any, make: Callable[[], nn.Module] = Net, zero: Any = None, params: Any = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        module, self.plain = make(), make()
-        self.engine = make_engine(
-            module, adamw(module), stage, {"stage3_param_persistence_threshold": 0, **(zero or {})}
-        )
         self.options = {"grad_memory_budget": budget, **options}
         if stage == 3:
             self.options["param_memory_budget"] = params or budget
-        self.zerosync = attach(self.engine, **self.options)
-        self.oracle = Oracle(self.plain, adamw(self.plain), RANKS)
-
-    def backward(
-        self, k: int, loss_of: Callable[[Any, int, int], torch.Tensor] = loss_of, of_oracle: float = 1.0
-    ) -> None:
-        self.engine.backward(loss_of(self.engine, k, rank()))
-        self.oracle.backward(lambda of_rank: loss_of(self.plain, k, of_rank) * of_oracle)
-
-    def step(self) -> None:
-        self.engine.step()
-        self.oracle.step()
+        zero = {"stage3_param_persistence_threshold": 0, **(zero or {})}
+        super().__init__(make, adamw, loss_of, stage, zero, self.options, RANKS)
 
     def train(self, steps: range = range(STEPS)) -> None:
         for step in steps:
@@ -91,10 +78,7 @@ class Case:
             self.step()
 
     def modules(self) -> tuple[Any, Any]:
-        return self.engine.module, self.plain
-
-    def error(self) -> float:
-        return distance(full_parameters(self.engine.module), full_parameters(self.plain))
+        return self.net, self.plain
 
 
 Errors = Iterator[float]
@@ -144,7 +128,8 @@ def means_over_items(stage: int, budget: Any, _: Path) -> Errors:
         total = sum(items(k, of_rank) for k in ks for of_rank in range(RANKS))
         for k in ks:
             case.zerosync.mean_over(items(k, rank()))
-            case.backward(k, summed, RANKS / total)
+            case.engine.backward(summed(case.engine, k, rank()))
+            case.oracle.backward(lambda of_rank, k=k, total=total: summed(case.plain, k, of_rank) * RANKS / total)
         case.step()
     yield case.error()
 
@@ -206,7 +191,7 @@ def saved_in_mid_window(stage: int, budget: Any, folder: Path) -> Errors:
         case.engine.load_checkpoint(folder)
     again = Case(stage, budget)
     again.train(range(1))
-    again.engine = case.engine
+    again.engine, again.net = case.engine, case.net
     again.train(range(5, 7))
     yield again.error()
 

@@ -12,6 +12,7 @@ from torch import nn
 from tests.harness.data import noise
 from tests.harness.engines import expect_timeout, make_engine, rank
 from tests.harness.masters import Masters
+from tests.harness.networks import matrices
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
@@ -27,8 +28,7 @@ inputs = noise(4, WIDTH)
 
 
 def layers(seed: int = 1) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)])
+    return matrices(WIDTH, 5, seed)
 
 
 def adamw(weights: Any) -> torch.optim.Optimizer:

@@ -1,14 +1,14 @@
-"""For torchrun: a rank of three is killed, with the agent that started it, in a step or while it writes a checkpoint.
+"""A rank of three is killed, in a step or while it writes a checkpoint; the two others load what was last complete.
 
-Arguments: where, directory, number of the agent. The last agent's rank is killed; the first one's saves the parameters
-at the end there.
+For torchrun, too, where the agent that started it is killed with it: arguments are where, directory, number of the
+agent. The last agent's rank is killed; the first one's saves the parameters at the end there.
 """
 
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -21,18 +21,16 @@ KILLED_IN = 12
 STEPS = 20
 
 
-def die() -> NoReturn:
-    for process in (os.getppid(), os.getpid()):
-        os.kill(process, signal.SIGKILL)
-    raise AssertionError("unreachable")
+def train(where: str, directory: Path, number: int, killed: tuple[int, ...] = ()) -> None:
+    """Train to the end, as number 0, 1 or 2, of which the last kills these processes and itself."""
+    is_last = number == 2
 
-
-if __name__ == "__main__":
-    where, directory, agent = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    is_last = agent == 2
+    def die() -> None:
+        for process in (*killed, os.getpid()):
+            os.kill(process, signal.SIGKILL)
 
     def begun(step: int) -> None:
-        with (directory / f"agent{agent}").open("a") as log:
+        with (directory / f"agent{number}").open("a") as log:
             print(step, os.environ["WORLD_SIZE"], file=log)
         if is_last and step == KILLED_IN and where == "step":
             die()
@@ -47,7 +45,10 @@ if __name__ == "__main__":
         return state
 
     dcp.write = write_half
-    module = elastic.train(directory / "run", STEPS, begun)
-    parameters = full_parameters(module)
-    if agent == 0:
+    parameters = full_parameters(elastic.train(directory / "run", STEPS, begun))
+    if number == 0:
         torch.save(parameters, directory / "parameters.pt")
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), (os.getppid(),))

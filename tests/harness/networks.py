@@ -13,3 +13,9 @@ def stack(width: int, layers: int, seed: int = 0) -> nn.Sequential:
 def two_layers(width: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+def matrices(width: int, layers: int, seed: int = 0) -> nn.Sequential:
+    """Linear layers without a bias."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from tests.harness.engines import make_engine, rank, start
+from tests.harness.networks import matrices
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.racecheck import Stream, simulate
 from tests.harness.ranks import run_ranks
@@ -39,8 +39,7 @@ def train(width: int, frozen: bool) -> tuple[float, int, list[str]]:
         patch.setattr(Message, "begin", begin)
         patch.setattr(Arrival, "land", land)
         start()
-        torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+        net = matrices(width, LAYERS)
         net[2].requires_grad_(not frozen)
         plain = copy.deepcopy(net)
         zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": width * width}

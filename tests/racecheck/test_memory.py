@@ -5,33 +5,33 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
 
 from tests.harness.engines import attached_of, make_engine, start
+from tests.harness.networks import matrices
 from tests.harness.racecheck import simulate
 from tests.harness.racecheck.device import Stream
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 
-WIDTH, LAYERS = 64, 24
+WIDTH, LAYERS = 64, 16
 LAYER = 4 * WIDTH * WIDTH  # bytes
 
 
-def peaks(stage: int, options: dict[str, Any], backwards: int = 3) -> tuple[list[float], list[str]]:
-    """By backward of the last of three steps, the most that is taken above what the step before has left; and findings.
+def peaks(stage: int, options: dict[str, Any], backwards: int = 2) -> tuple[list[float], list[str]]:
+    """By backward of the last of two steps, the most that is taken above what the step before has left; and findings.
 
     In layers.
     """
     with simulate() as simulation:
         start()
-        net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        net = matrices(WIDTH, LAYERS)
         zero = {
             "overlap_comm": True, "reduce_bucket_size": WIDTH * WIDTH, "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0,
         }  # fmt: skip
         engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.01), stage, zero)
         attach(engine, **options)
-        for _ in range(3):
+        for _ in range(2):
             found, left = [], simulation.allocator.taken
             for _ in range(backwards):
                 loss = engine(torch.ones(1, WIDTH)).square().mean()
@@ -60,14 +60,14 @@ def test_two_units_are_gathered_at_a_time(width: int, most: float) -> None:
     def run() -> tuple[float, float, list[str]]:
         with simulate() as simulation:
             start()
-            net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
+            net = matrices(width, LAYERS // 2)
             zero = {
                 "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": width * width,
                 "stage3_max_reuse_distance": 0,
             }  # fmt: skip
             engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.01), 3, zero)
             attach(engine, overlap_last=False)
-            for _ in range(3):  # each gradient has its memory from a backward before the one that is measured
+            for _ in range(2):  # each gradient has its memory from a backward before the one that is measured
                 engine.backward(engine(torch.ones(1, width)).square().mean())
                 taken, simulation.allocator.peak = simulation.allocator.taken, 0
                 loss = engine(torch.ones(1, width)).square().mean()
@@ -90,7 +90,7 @@ def test_gradients_of_earlier_backwards(stage: int) -> None:
     def run() -> list[str]:
         with simulate() as simulation:
             start()
-            net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+            net = matrices(WIDTH, 3)
             zero = {"overlap_comm": True, "reduce_bucket_size": WIDTH * WIDTH, "stage3_param_persistence_threshold": 0}
             engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.01), stage, zero)
             attached, x = attached_of(attach(engine)), torch.ones(1, WIDTH)
