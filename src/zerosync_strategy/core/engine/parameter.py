@@ -60,7 +60,6 @@ class Record:
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
         order: its place in the order of gathers (U1).
         bits: the claims that are set here; :attr:`claims` has all.
-        users: how many units claim it with ``MODULE``; ``runs``: how many of their forwards are running.
         gather: the last gather that was issued (``comm/collectives.py``); ``None``: none yet.
         writes: how often steps, checkpoints and programs have written the shards: alike on all ranks.
         found: how often this rank has found that a module had written to the gathered values.
@@ -70,7 +69,7 @@ class Record:
         gathers: how often it was gathered for modules, for a step, since the last step.
         hold: keep it from its first use in a window to the step.
         constant: no optimizer step changes it.
-        unit: whose parameters it is gathered with; ``None``: it is in several, or none.
+        units: that have it; their claims are its claim ``MODULE``. The parameters of one unit alone share a storage.
         storage: of its values; ``None`` before the first gather. ``rows``: its part of it, flat, with padding.
         full: that part without padding, in the shape of the parameter.
         is_in_storage: the parameter is unsharded there, or about to be, and no context has put it elsewhere.
@@ -85,13 +84,13 @@ class Record:
     def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
         self.param, self.name, self.owner, self.group = param, name, owner, group
         self.order: tuple[int, int] = group.place, param.ds_id
-        self.bits = self.users = self.runs = self.writes = self.found = self.gathers = 0
+        self.bits = self.writes = self.found = self.gathers = 0
         self.gather: Any = None
         self.unseen: dict[Any, torch.Tensor] = {}
         self.watched = False
         self.plain = zero3.has_plain_shard(param)
         self.hold = self.constant = False
-        self.unit: Any = None
+        self.units: tuple[Any, ...] = ()
         self.storage: Any = None  # a UnitStorage
         self.rows: Any = None
         self.full: Any = None
@@ -304,6 +303,17 @@ def settle(records: Iterable[Record]) -> None:
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
 
 
+def use_all(records: Iterable[Record]) -> None:
+    """Claim ``records`` for a unit. The current stream has waited for the values."""
+    for record in records:
+        if record.param.ds_status._name_ == SHARDED:
+            raise record._illegal(Event.CLAIM)
+        if record.watched and not record.bits & MODULE:
+            record.writes_at_use = record.writes
+        record.bits |= MODULE
+        record.param.__class__ = record.own_class
+
+
 def claim_all(records: Collection[Record], claim: Claim) -> None:
     """Keep the values of ``records``, unsharded or in flight."""
     for record in records:
@@ -400,11 +410,11 @@ def is_in_use(param: Any) -> bool:
     return bool(
         status._name_ == "AVAILABLE"
         and (
-            record.runs
-            or record.bits & _HELD
+            record.bits & _HELD
             or param.ds_persist
             or param.ds_active_sub_modules
             or (record.bits & _BRIEF and not torch.is_grad_enabled())
+            or any([unit.runs for unit in record.units])
         )
     )
 
