@@ -14,20 +14,22 @@ import torch
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter_states import (
+    CONTEXT,
     IN_FLIGHT,
     MODULE,
+    PHASE,
     SHARDED,
     TRANSITIONS,
     UNSHARDED,
+    WINDOW,
     Claim,
     Event,
     State,
 )
 from zerosync_strategy.core.engine.torch_internals import internal
 
-_HELD = (Claim.WINDOW | Claim.PHASE).value
-_CONTEXT = Claim.CONTEXT.value
-_BRIEF = MODULE | _CONTEXT
+_HELD = WINDOW | PHASE
+_BRIEF = MODULE | CONTEXT
 _statuses: dict[str, Any] = {}  # DeepSpeed's statuses, by name
 
 
@@ -68,13 +70,12 @@ class Record:
         plain: gathered from one shard of its values: neither quantized, on disk, nor of hpZ.
         gathers: how often it was gathered for modules, for a step, since the last step.
         hold: keep it from its first use in a window to the step.
-        constant: no optimizer step changes it.
         units: that have it; their claims are its claim ``MODULE``. The parameters of one unit alone share a storage.
         storage: of its values; ``None`` before the first gather. ``rows``: its part of it, flat, with padding.
         full: that part without padding, in the shape of the parameter.
         is_in_storage: the parameter is unsharded there, or about to be, and no context has put it elsewhere.
-        persistent: DeepSpeed keeps it gathered. ``in_shards``: its shards have what was written to its values.
-        nbytes: of the values; 0 if persistent. ``counted``: the bytes that are counted as unsharded.
+        in_shards: its shards have what was written to its values.
+        nbytes: of the values; 0 if DeepSpeed keeps it gathered. ``counted``: the bytes that are counted as unsharded.
         values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the classes of the parameter; equal without ``values``.
         placeholders: stand for it in graphs, by whether they need a gradient.
@@ -89,15 +90,14 @@ class Record:
         self.unseen: dict[Any, torch.Tensor] = {}
         self.watched = False
         self.plain = zero3.has_plain_shard(param)
-        self.hold = self.constant = False
+        self.hold = False
         self.units: tuple[Any, ...] = ()
         self.storage: Any = None  # a UnitStorage
         self.rows: Any = None
         self.full: Any = None
         self.counted = 0
         self.is_in_storage = self.in_shards = False
-        self.persistent = bool(param.ds_persist)
-        self.nbytes = 0 if self.persistent else zero3.full_bytes(param)
+        self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
         self.none = param.data.new_empty(0)
         self._gone: tuple[int, int] | None = None  # version and writes when the values were freed
         self.values: Any = None
@@ -135,18 +135,6 @@ class Record:
         return RuntimeError(
             f"Parameter {self.name}, {self.state.name} with {self.claims}, was to be {event.value}. {remedy}"
         )
-
-    def arrive(self, values: torch.Tensor) -> None:
-        """End the gather; ``values`` is the parameter's memory from now on."""
-        arrive((self,), (values,))
-
-    def claim(self, claim: Claim) -> None:
-        """Keep the values, unsharded or in flight."""
-        claim_all((self,), claim)
-
-    def drop(self, claim: Claim) -> None:
-        self.bits &= ~claim.bit
-        self.settle()
 
     def write(self) -> None:
         """Record that the current stream is about to write the shards, or has just done so."""
@@ -299,12 +287,12 @@ def settle(records: Iterable[Record]) -> None:
             continue  # its first user has set the own class
         is_there = (record.bits or param.ds_persist) and param.ds_status._name_ == "AVAILABLE"
         # The stream that entered a context has waited; ordering other streams is up to the program.
-        is_complete = gather is None or gather.event is None or record.bits & _CONTEXT or gather.is_complete
+        is_complete = gather is None or gather.event is None or record.bits & CONTEXT or gather.is_complete
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
 
 
-def use_all(records: Iterable[Record]) -> None:
-    """Claim ``records`` for a unit. The current stream has waited for the values."""
+def claim_for_unit(records: Iterable[Record]) -> None:
+    """Claim ``records`` by ``MODULE``. The current stream has waited for the values."""
     for record in records:
         if record.param.ds_status._name_ == SHARDED:
             raise record._illegal(Event.CLAIM)
@@ -314,16 +302,29 @@ def use_all(records: Iterable[Record]) -> None:
         record.param.__class__ = record.own_class
 
 
-def claim_all(records: Collection[Record], claim: Claim) -> None:
-    """Keep the values of ``records``, unsharded or in flight."""
+def drop_for_unit(records: Iterable[Record]) -> list[Record]:
+    """End the claim ``MODULE`` of those of ``records`` whose units have no claims; return these."""
+    free: list[Record] = []
+    for record in records:
+        for unit in record.units:
+            if unit.claims:
+                break
+        else:
+            record.bits &= ~MODULE
+            free += (record,)
+    return free
+
+
+def claim(records: Collection[Record], claims: int) -> None:
+    """Keep the values of ``records``, unsharded or in flight, for ``claims``, as bits."""
     for record in records:
         if record.param.ds_status._name_ == SHARDED:
             raise record._illegal(Event.CLAIM)
-        record.bits |= claim.bit
+        record.bits |= claims
     settle(records)
 
 
-def drop_all(records: Collection[Record], claims: int) -> None:
+def drop(records: Collection[Record], claims: int) -> None:
     """End ``claims``, as bits."""
     for record in records:
         record.bits &= ~claims

@@ -35,7 +35,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
-from zerosync_strategy.core.engine.parameter import Record, settle, use_all
+from zerosync_strategy.core.engine.parameter import Record, claim_for_unit, drop, drop_for_unit, settle
 from zerosync_strategy.core.engine.parameter_states import MODULE, SHARDED, UNSHARDED
 from zerosync_strategy.core.engine.saved_tensors import SavedTensorHooks, hookable, hooked, nodes_made
 from zerosync_strategy.core.engine.torch_internals import internal
@@ -302,7 +302,7 @@ class UnitHooks:
             arrived(unit.records)
         if self._has_streams:
             self._scheduler.join(unit.records)
-        use_all(unit.records)
+        claim_for_unit(unit.records)
         if passes.ahead:
             self._gather_ahead(passes)
 
@@ -343,7 +343,7 @@ class UnitHooks:
     def _leave_unused(self, unit: Unit) -> None:
         if unit.claims:
             return
-        free = unit.let_go()
+        free = drop_for_unit(unit.records)
         if unit in self._expected:
             settle(free)  # at rest: readers treat it as sharded
         else:
@@ -371,9 +371,8 @@ class UnitHooks:
             if unit.claims:
                 unit.claims.clear()
         left = [record for record in self._scheduler.records if record.bits & MODULE or record in ahead]
-        for record in left:
-            record.bits &= ~MODULE
         if left:
+            drop(left, MODULE)
             self._reshard(left)
         count = self._backwards.count
         if count > self._opened:

@@ -27,7 +27,6 @@ from torch import nn
 
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
-from zerosync_strategy.core.engine.parameter_states import MODULE
 from zerosync_strategy.core.engine.torch_internals import untransformed
 from zerosync_strategy.core.engine.transformers import not_split
 
@@ -86,18 +85,6 @@ class Unit:
     def unmark(self) -> None:
         for attributes in self.marks:
             attributes.pop(RUNS, None)
-
-    def let_go(self) -> list[Record]:
-        """End the claim of a unit that has no more claims; return the records that no other unit claims."""
-        free: list[Record] = []
-        for record in self.records:
-            for unit in record.units:
-                if unit.claims:
-                    break
-            else:
-                record.bits &= ~MODULE
-                free += (record,)
-        return free
 
 
 class Units:
