@@ -88,9 +88,8 @@ class Record:
         self.bits = self.writes = self.found = self.gathers = 0
         self.gather: Any = None
         self.unseen: dict[Any, torch.Tensor] = {}
-        self.watched = False
+        self.watched = self.hold = False
         self.plain = zero3.has_plain_shard(param)
-        self.hold = False
         self.units: tuple[Any, ...] = ()
         self.storage: Any = None  # a UnitStorage
         self.rows: Any = None
@@ -198,31 +197,6 @@ class Record:
             return param.new_zeros((), dtype=torch.bool)
         shard, part = pair
         return shard.to(part.device, non_blocking=True).ne(part).any()
-
-    # ---- values --------------------------------------------------------------------------------------------------
-
-    def values_to_shard(self) -> None:
-        if (pair := zero3.own_part(self.param)) is not None:
-            shard, part = pair
-            shard.copy_(part, non_blocking=True)
-
-    def set_values(self, full: torch.Tensor) -> bool:
-        """Set the parameter to the values ``full``: this rank's shard, and the gathered values if there are any.
-
-        Return whether that is possible: the shard must be in memory, not quantized, and the only one.
-        """
-        param = self.param
-        if param.ds_numel == 0:
-            return True
-        if param.ds_tensor.numel() == 0 or zero3.is_quantized(param) or zero3.has_secondary_shard(param):
-            return False
-        self.write()
-        if (pair := zero3.own_part(param, full)) is not None:
-            own, part = pair
-            own.copy_(part)
-        if zero3.is_gathered(param) and param.data_ptr() != full.data_ptr():
-            param.data.copy_(full)
-        return True
 
 
 # ---- transitions of several records, in as few calls as for one --------------------------------------------------

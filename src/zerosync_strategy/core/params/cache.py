@@ -297,4 +297,4 @@ _wait = internal(arrived)
 
 
 def _stays(record: Record) -> bool:
-    return record.hold or record.param.ds_persist
+    return record.hold or zero3.is_persistent(record.param)

@@ -164,7 +164,7 @@ class HoldPlan:
         for record in new:
             self.held_bytes += record.nbytes
         for copies in self._copies:
-            copies.free([record.param for record in new if not record.param.ds_persist])
+            copies.free([record.param for record in new if record.nbytes])
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def drop(self, records: Iterable[Record]) -> None:
@@ -189,7 +189,8 @@ class HoldPlan:
     def reset_counts(self) -> None:
         for copies in self._copies:
             copies.reset_counts()
-        self._persisting = {record for record in zero3.gathered(self.constants()) if record.param.ds_persist}
+        gathered = zero3.gathered(self.constants())
+        self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
 
     def needed(self, sizes: Mapping[Any, Sent]) -> Sent:
         """Return what this rank had to send to gather parameters in the window of the last step, and reset the counts.
@@ -203,7 +204,7 @@ class HoldPlan:
             crossings = asked  # gathers from other nodes
             if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):
                 asked = crossings = 0
-            elif param.ds_persist:  # DeepSpeed's own step gathers it
+            elif not record.nbytes:  # persistent: DeepSpeed's own step gathers it
                 asked = crossings = 1
             elif record.hold or (host is not None and host.keeps(param)):
                 asked = crossings = asked > 0
