@@ -365,15 +365,16 @@ class UnitHooks:
         """End all uses of parameters by units and graphs: a step follows, perhaps inside a forward."""
         self._leave_tasks()
         self._over(self._forwards)
-        ahead = {record for unit in self._expected for record in unit.records}
-        self._expected.clear()
-        for unit in self._units:
-            if unit.claims:
-                unit.claims.clear()
-        left = [record for record in self._scheduler.records if record.bits & MODULE or record in ahead]
+        left: dict[Record, None] = {}
+        for unit in self._units:  # no calls
+            unit.claims -= unit.claims
+            for record in unit.records:
+                if record.bits & MODULE or unit in self._expected:
+                    left[record] = None
+        self._expected = {}
         if left:
             drop(left, MODULE)
-            self._reshard(left)
+            self._reshard([*left])
         count = self._backwards.count
         if count > self._opened:
             self._opened, self._closes = count, 2 * count - self._opened
