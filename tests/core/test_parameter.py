@@ -7,7 +7,16 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of, reshard, unshard
+from zerosync_strategy.core.engine.parameter import (
+    Record,
+    arrive,
+    claim,
+    drop,
+    is_in_use,
+    record_of,
+    reshard,
+    unshard,
+)
 from zerosync_strategy.core.engine.parameter_states import TRANSITIONS, Claim, Event, State
 
 
@@ -21,7 +30,7 @@ class Owner:
         self.writes += 1
 
     def arrive(self, param: Any) -> None:
-        record_of(param).arrive(torch.ones(4))
+        arrive((record_of(param),), (torch.ones(4),))
 
 
 class Values:
@@ -50,7 +59,7 @@ def record_in(state: State) -> Record:
     if state is not State.SHARDED:
         unshard((record,))
     if state is State.UNSHARDED:
-        record.arrive(torch.zeros(4))
+        arrive((record,), (torch.zeros(4),))
     assert record.state is state
     return record
 
@@ -58,9 +67,9 @@ def record_in(state: State) -> Record:
 def happens(event: Event, record: Record) -> None:
     {
         Event.UNSHARD: lambda: unshard((record,)),
-        Event.ARRIVE: lambda: record.arrive(torch.ones(4)),
-        Event.CLAIM: lambda: record.claim(Claim.WINDOW),
-        Event.DROP: lambda: record.drop(Claim.WINDOW),
+        Event.ARRIVE: lambda: arrive((record,), (torch.ones(4),)),
+        Event.CLAIM: lambda: claim((record,), Claim.WINDOW.value),
+        Event.DROP: lambda: drop((record,), Claim.WINDOW.value),
         Event.RESHARD: lambda: reshard((record,), returns=False),
         Event.WRITE: record.write,
     }[event]()
@@ -100,29 +109,29 @@ def test_a_parameter_that_a_module_uses_is_not_resharded() -> None:
 
 def test_claims() -> None:
     record = record_in(State.UNSHARDED)
-    record.claim(Claim.WINDOW)
-    record.claim(Claim.CONTEXT)
+    claim((record,), Claim.WINDOW.value)
+    claim((record,), Claim.CONTEXT.value)
     record.param.ds_persist = True
     record.param.ds_active_sub_modules.add(1)
     assert record.claims == Claim.WINDOW | Claim.CONTEXT | Claim.PERSISTENT | Claim.MODULE
     assert record.held and record.stays
-    record.drop(Claim.WINDOW)
+    drop((record,), Claim.WINDOW.value)
     assert record.claims == Claim.CONTEXT | Claim.PERSISTENT | Claim.MODULE
     assert not record.held and record.stays
 
 
-@pytest.mark.parametrize("claim", [Claim.WINDOW, Claim.PHASE, Claim.CONTEXT, Claim.STEPS])
-def test_the_class_follows_from_state_and_claims(claim: Claim) -> None:
+@pytest.mark.parametrize("reason", [Claim.WINDOW, Claim.PHASE, Claim.CONTEXT, Claim.STEPS])
+def test_the_class_follows_from_state_and_claims(reason: Claim) -> None:
     record = record_in(State.SHARDED)
     record.intercept(Values(), AtRest)
     classes = [type(record.param)]
     unshard((record,))
-    record.claim(claim)
+    claim((record,), reason.value)
     classes.append(type(record.param))
-    record.arrive(torch.zeros(4))
+    arrive((record,), (torch.zeros(4),))
     record.settle()
     classes.append(type(record.param))
-    record.drop(claim)
+    drop((record,), reason.value)
     classes.append(type(record.param))
     assert classes == [AtRest, AtRest, torch.nn.Parameter, AtRest]
 
@@ -145,16 +154,16 @@ def test_a_module_and_persistence_give_a_parameter_its_own_class() -> None:
 
 
 @pytest.mark.parametrize(
-    ("claim", "with_gradients", "in_use"),
+    ("reason", "with_gradients", "in_use"),
     [
         (Claim.WINDOW, True, True), (Claim.PHASE, True, True), (Claim.STEPS, True, False),
         (Claim.CONTEXT, True, False), (Claim.CONTEXT, False, True), (Claim(0), False, False),
     ],
 )  # fmt: skip
-def test_what_keeps_values_for_a_backward(claim: Claim, with_gradients: bool, in_use: bool) -> None:
+def test_what_keeps_values_for_a_backward(reason: Claim, with_gradients: bool, in_use: bool) -> None:
     record = record_in(State.UNSHARDED)
-    if claim:
-        record.claim(claim)
+    if reason:
+        claim((record,), reason.value)
     with torch.set_grad_enabled(with_gradients):
         assert is_in_use(record.param) == in_use
         reshard((record,), returns=False)
@@ -177,7 +186,7 @@ def test_whoever_gathered_before_a_write_has_not_changed_the_values() -> None:
     reshard((record,), returns=False)
     assert values.told == [True]
     unshard((record,))
-    record.arrive(torch.zeros(4))
+    arrive((record,), (torch.zeros(4),))
     record.forget_changes()
     record.param.ds_active_sub_modules.add(1)
     record.write()

@@ -22,7 +22,7 @@ from zerosync_strategy.core.engine import (
 )
 from zerosync_strategy.core.engine.interpose import replaced
 from zerosync_strategy.core.engine.parameter import record_of
-from zerosync_strategy.core.engine.parameter_states import Claim
+from zerosync_strategy.core.engine.parameter_states import CONTEXT
 from zerosync_strategy.core.engine.stock_hooks import drop_functions
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.doing import Doing
@@ -199,7 +199,7 @@ class ShardedStage(Stage):
         self._parts.edits.stepped(zero3_optimizer.weights(self._optimizer))
 
     def change_masters(self, change: Callable[[], None]) -> None:
-        if any(record_of(param).claims & Claim.CONTEXT for param in self._parts.reducer.params):
+        if any(record_of(param).bits & CONTEXT for param in self._parts.reducer.params):
             raise RuntimeError(
                 "optimizer.train() or eval() was called inside of full_parameters() or GatheredParameters, whose end"
                 " writes back what is gathered. Call it before or after the block."

@@ -267,7 +267,7 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[Any],
                 memory_of([record], stream)
                 values = record.full.copy_(values)
             if is_alone:
-                record.arrive(values)
+                arrive((record,), (values,))
             else:
                 param.data = values
                 returned((record,))
@@ -284,7 +284,7 @@ def gather_empty(param: Any) -> bool:
     if param.ds_numel == 0:
         with zero3.as_it_is():
             unshard((record_of(param),))
-            record_of(param).arrive(param.data.new_empty(param.ds_shape))
+            arrive((record_of(param),), (param.data.new_empty(param.ds_shape),))
     return bool(param.ds_numel == 0)
 
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches, zero3
-from zerosync_strategy.core.engine.parameter import Record, free, returned
-from zerosync_strategy.core.engine.parameter_states import Claim
+from zerosync_strategy.core.engine.parameter import Record, claim, drop, free, returned
+from zerosync_strategy.core.engine.parameter_states import CONTEXT
 from zerosync_strategy.core.engine.saved_tensors import nodes_made
 from zerosync_strategy.core.engine.torch_internals import for_training
 
@@ -60,7 +60,7 @@ def intercept(param: Any) -> None:
             for record in of_ours:
                 if not has_been_updated and zero3.is_gathered(record.param):
                     record.carry_changes()
-                    if record.held and Claim.CONTEXT in record.claims:
+                    if record.held and record.bits & CONTEXT:
                         staying.add(record.param)
             if resharded := [each for each in params if each not in staying]:
                 stock[1](resharded, hierarchy, has_been_updated, **kwargs)
@@ -129,8 +129,7 @@ def _enter(stock: Callable[[Any], None], context: Any) -> None:
         if context.enabled and _STOCK not in context.params[0].__dict__:  # else their all_gather() does so
             _gather_in_buckets(context.params)
         stock(context)
-    for record in records:
-        record.claim(Claim.CONTEXT)
+    claim(records, CONTEXT)
     context._zerosync_nodes = nodes_made()
 
 
@@ -141,10 +140,11 @@ def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
             return stock(context, *error)
     finally:
         differentiates = nodes_made() > context._zerosync_nodes  # a backward may bring gradients after the context
-        for record in _records(context.params if context.enabled else ()):
+        records = _records(context.params if context.enabled else ())
+        for record in records:
             if differentiates and record.values is not None:
                 record.values.expect_gradient(record.param)
-            record.drop(Claim.CONTEXT)
+        drop(records, CONTEXT)
 
 
 def _gather_in_buckets(params: Iterable[Any]) -> None:

@@ -14,20 +14,22 @@ import torch
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter_states import (
+    CONTEXT,
     IN_FLIGHT,
     MODULE,
+    PHASE,
     SHARDED,
     TRANSITIONS,
     UNSHARDED,
+    WINDOW,
     Claim,
     Event,
     State,
 )
 from zerosync_strategy.core.engine.torch_internals import internal
 
-_HELD = (Claim.WINDOW | Claim.PHASE).value
-_CONTEXT = Claim.CONTEXT.value
-_BRIEF = MODULE | _CONTEXT
+_HELD = WINDOW | PHASE
+_BRIEF = MODULE | CONTEXT
 _statuses: dict[str, Any] = {}  # DeepSpeed's statuses, by name
 
 
@@ -60,7 +62,6 @@ class Record:
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
         order: its place in the order of gathers (U1).
         bits: the claims that are set here; :attr:`claims` has all.
-        users: how many units claim it with ``MODULE``; ``runs``: how many of their forwards are running.
         gather: the last gather that was issued (``comm/collectives.py``); ``None``: none yet.
         writes: how often steps, checkpoints and programs have written the shards: alike on all ranks.
         found: how often this rank has found that a module had written to the gathered values.
@@ -69,13 +70,12 @@ class Record:
         plain: gathered from one shard of its values: neither quantized, on disk, nor of hpZ.
         gathers: how often it was gathered for modules, for a step, since the last step.
         hold: keep it from its first use in a window to the step.
-        constant: no optimizer step changes it.
-        unit: whose parameters it is gathered with; ``None``: it is in several, or none.
+        units: that have it; their claims are its claim ``MODULE``. The parameters of one unit alone share a storage.
         storage: of its values; ``None`` before the first gather. ``rows``: its part of it, flat, with padding.
         full: that part without padding, in the shape of the parameter.
         is_in_storage: the parameter is unsharded there, or about to be, and no context has put it elsewhere.
-        persistent: DeepSpeed keeps it gathered. ``in_shards``: its shards have what was written to its values.
-        nbytes: of the values; 0 if persistent. ``counted``: the bytes that are counted as unsharded.
+        in_shards: its shards have what was written to its values.
+        nbytes: of the values; 0 if DeepSpeed keeps it gathered. ``counted``: the bytes that are counted as unsharded.
         values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the classes of the parameter; equal without ``values``.
         placeholders: stand for it in graphs, by whether they need a gradient.
@@ -85,20 +85,18 @@ class Record:
     def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
         self.param, self.name, self.owner, self.group = param, name, owner, group
         self.order: tuple[int, int] = group.place, param.ds_id
-        self.bits = self.users = self.runs = self.writes = self.found = self.gathers = 0
+        self.bits = self.writes = self.found = self.gathers = 0
         self.gather: Any = None
         self.unseen: dict[Any, torch.Tensor] = {}
-        self.watched = False
+        self.watched = self.hold = False
         self.plain = zero3.has_plain_shard(param)
-        self.hold = self.constant = False
-        self.unit: Any = None
+        self.units: tuple[Any, ...] = ()
         self.storage: Any = None  # a UnitStorage
         self.rows: Any = None
         self.full: Any = None
         self.counted = 0
         self.is_in_storage = self.in_shards = False
-        self.persistent = bool(param.ds_persist)
-        self.nbytes = 0 if self.persistent else zero3.full_bytes(param)
+        self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
         self.none = param.data.new_empty(0)
         self._gone: tuple[int, int] | None = None  # version and writes when the values were freed
         self.values: Any = None
@@ -136,18 +134,6 @@ class Record:
         return RuntimeError(
             f"Parameter {self.name}, {self.state.name} with {self.claims}, was to be {event.value}. {remedy}"
         )
-
-    def arrive(self, values: torch.Tensor) -> None:
-        """End the gather; ``values`` is the parameter's memory from now on."""
-        arrive((self,), (values,))
-
-    def claim(self, claim: Claim) -> None:
-        """Keep the values, unsharded or in flight."""
-        claim_all((self,), claim)
-
-    def drop(self, claim: Claim) -> None:
-        self.bits &= ~claim.bit
-        self.settle()
 
     def write(self) -> None:
         """Record that the current stream is about to write the shards, or has just done so."""
@@ -212,31 +198,6 @@ class Record:
         shard, part = pair
         return shard.to(part.device, non_blocking=True).ne(part).any()
 
-    # ---- values --------------------------------------------------------------------------------------------------
-
-    def values_to_shard(self) -> None:
-        if (pair := zero3.own_part(self.param)) is not None:
-            shard, part = pair
-            shard.copy_(part, non_blocking=True)
-
-    def set_values(self, full: torch.Tensor) -> bool:
-        """Set the parameter to the values ``full``: this rank's shard, and the gathered values if there are any.
-
-        Return whether that is possible: the shard must be in memory, not quantized, and the only one.
-        """
-        param = self.param
-        if param.ds_numel == 0:
-            return True
-        if param.ds_tensor.numel() == 0 or zero3.is_quantized(param) or zero3.has_secondary_shard(param):
-            return False
-        self.write()
-        if (pair := zero3.own_part(param, full)) is not None:
-            own, part = pair
-            own.copy_(part)
-        if zero3.is_gathered(param) and param.data_ptr() != full.data_ptr():
-            param.data.copy_(full)
-        return True
-
 
 # ---- transitions of several records, in as few calls as for one --------------------------------------------------
 
@@ -300,20 +261,44 @@ def settle(records: Iterable[Record]) -> None:
             continue  # its first user has set the own class
         is_there = (record.bits or param.ds_persist) and param.ds_status._name_ == "AVAILABLE"
         # The stream that entered a context has waited; ordering other streams is up to the program.
-        is_complete = gather is None or gather.event is None or record.bits & _CONTEXT or gather.is_complete
+        is_complete = gather is None or gather.event is None or record.bits & CONTEXT or gather.is_complete
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
 
 
-def claim_all(records: Collection[Record], claim: Claim) -> None:
-    """Keep the values of ``records``, unsharded or in flight."""
+def claim_for_unit(records: Iterable[Record]) -> None:
+    """Claim ``records`` by ``MODULE``. The current stream has waited for the values."""
     for record in records:
         if record.param.ds_status._name_ == SHARDED:
             raise record._illegal(Event.CLAIM)
-        record.bits |= claim.bit
+        if record.watched and not record.bits & MODULE:
+            record.writes_at_use = record.writes
+        record.bits |= MODULE
+        record.param.__class__ = record.own_class
+
+
+def drop_for_unit(records: Iterable[Record]) -> list[Record]:
+    """End the claim ``MODULE`` of those of ``records`` whose units have no claims; return these."""
+    free: list[Record] = []
+    for record in records:
+        for unit in record.units:
+            if unit.claims:
+                break
+        else:
+            record.bits &= ~MODULE
+            free += (record,)
+    return free
+
+
+def claim(records: Collection[Record], claims: int) -> None:
+    """Keep the values of ``records``, unsharded or in flight, for ``claims``, as bits."""
+    for record in records:
+        if record.param.ds_status._name_ == SHARDED:
+            raise record._illegal(Event.CLAIM)
+        record.bits |= claims
     settle(records)
 
 
-def drop_all(records: Collection[Record], claims: int) -> None:
+def drop(records: Collection[Record], claims: int) -> None:
     """End ``claims``, as bits."""
     for record in records:
         record.bits &= ~claims
@@ -400,11 +385,11 @@ def is_in_use(param: Any) -> bool:
     return bool(
         status._name_ == "AVAILABLE"
         and (
-            record.runs
-            or record.bits & _HELD
+            record.bits & _HELD
             or param.ds_persist
             or param.ds_active_sub_modules
             or (record.bits & _BRIEF and not torch.is_grad_enabled())
+            or any([unit.runs for unit in record.units])
         )
     )
 

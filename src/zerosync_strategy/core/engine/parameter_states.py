@@ -34,9 +34,7 @@ class State(enum.Enum):
 
 
 class Claim(enum.Flag):
-    """A reason to keep a parameter's values. ``bit`` is the value of one claim, cached because ``enum`` is slow."""
-
-    bit: int
+    """A reason to keep a parameter's values."""
 
     MODULE = enum.auto()  # its unit runs, forward or backward, or a graph will need it
     PERSISTENT = enum.auto()  # DeepSpeed shards it only for the step
@@ -68,8 +66,6 @@ TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a string: an error wit
     Event.RESHARD: {_SHARDED: "Only its values can be.", _IN_FLIGHT: _WAIT, _UNSHARDED: _SHARDED},
     Event.WRITE: {_SHARDED: _SHARDED, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: _UNSHARDED},
 }
-for _claim in Claim:
-    _claim.bit = _claim.value
-# For the hot paths: bits, and the names of DeepSpeed's statuses.
-MODULE, WINDOW, STEPS = Claim.MODULE.value, Claim.WINDOW.value, Claim.STEPS.value
+# For the hot paths, because enum is slow: bits of claims, and the names of DeepSpeed's statuses.
+MODULE, _PERSISTENT, CONTEXT, WINDOW, STEPS, PHASE = (claim.value for claim in Claim)
 SHARDED, IN_FLIGHT, UNSHARDED = (state.value for state in State)

@@ -110,6 +110,6 @@ def _divide(records: Iterable[Record]) -> None:
     for record in records:
         param = record.param
         lives = record.hold, param.ds_persist, param.requires_grad, param.ds_tensor.dtype
-        shared.setdefault(record if record.unit is None else (record.unit, *lives), []).append(record)
+        shared.setdefault((*record.units, *lives) if len(record.units) == 1 else record, []).append(record)
     for members in shared.values():
         UnitStorage(members)

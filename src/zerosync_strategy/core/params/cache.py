@@ -22,8 +22,8 @@ from typing import Any
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import Record, reshard, settle, sort_out
-from zerosync_strategy.core.engine.parameter_states import SHARDED, STEPS, Claim
+from zerosync_strategy.core.engine.parameter import Record, claim, drop, reshard, settle, sort_out
+from zerosync_strategy.core.engine.parameter_states import PHASE, SHARDED, STEPS
 from zerosync_strategy.core.engine.storage import divide_anew
 from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.params.held import HoldPlan
@@ -115,8 +115,7 @@ class ParameterCache:
         if self.plan.holds_all:
             yield
             return
-        for record in records:
-            record.claim(Claim.PHASE)
+        claim(records, PHASE)
         self.infers = True
         try:
             yield
@@ -244,15 +243,13 @@ class ParameterCache:
 
     def release_constants(self) -> None:
         """Reshard what steps have left unsharded, because shards are about to be read or written."""
-        records = self.plan.held(Claim.STEPS)
+        records = self.plan.held(STEPS)
         self._release([record for record in records if not zero3.is_persistent(record.param)])
-        for record in records:
-            record.drop(Claim.STEPS)
+        drop(records, STEPS)
 
     def _release(self, records: list[Record]) -> None:
         self._reshard(records)
-        for record in records:
-            record.drop(Claim.PHASE)
+        drop(records, PHASE)
         self.plan.drop(records)
 
     # ---- other units -----------------------------------------------------------------------------------------------
@@ -300,4 +297,4 @@ _wait = internal(arrived)
 
 
 def _stays(record: Record) -> bool:
-    return record.hold or record.persistent
+    return record.hold or zero3.is_persistent(record.param)

@@ -10,7 +10,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from zerosync_strategy.core.engine import patches, zero, zero3
-from zerosync_strategy.core.engine.parameter_states import Claim
+from zerosync_strategy.core.engine.parameter_states import CONTEXT
 from zerosync_strategy.core.failures.rank_status import rank_status
 
 
@@ -30,7 +30,7 @@ def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None
 
 def _is_in_context(param: Any) -> bool:
     record = getattr(param, "_zerosync_record", None)
-    return record is not None and Claim.CONTEXT in record.claims
+    return record is not None and bool(record.bits & CONTEXT)
 
 
 def _gathered(params: list[Any], modifier_rank: int | None = None) -> AbstractContextManager[None]:

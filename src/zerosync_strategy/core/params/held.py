@@ -13,8 +13,8 @@ from typing import Any
 
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter import Record, claim_all, drop_all
-from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW, Claim
+from zerosync_strategy.core.engine.parameter import Record, claim, drop
+from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW
 from zerosync_strategy.core.params.copies import fitting
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
@@ -65,9 +65,7 @@ class HoldPlan:
     def constants(self) -> list[Record]:
         """Return the parameters that no optimizer step changes."""
         if self._constants is None:
-            for record in self.records:
-                record.constant = self._is_constant(record.param)
-            self._constants = [record for record in self.records if record.constant]
+            self._constants = [record for record in self.records if self._is_constant(record.param)]
         return self._constants
 
     def forget_constants(self) -> None:
@@ -119,11 +117,11 @@ class HoldPlan:
 
     def _saving(self) -> list[Any]:
         """Return the parameters that are gathered more than once per window, in falling order of what they save."""
-        self.constants()
+        constants = set(self.constants())
         # The order must be the same on all ranks; ids are.
         by_saving = sorted(
             (
-                (gathers - (not record.constant) * self._counted_windows, record.param)
+                (gathers - (record not in constants) * self._counted_windows, record.param)
                 for record, gathers in self._gathers.items()
             ),
             key=lambda item: (-item[0], -zero3.full_bytes(item[1]), zero3.param_id(item[1])),
@@ -136,7 +134,8 @@ class HoldPlan:
         for record in held:
             record.hold = True
         others = [param for param in saving if not param._zerosync_record.hold and self._is_plain(param)]
-        leaving = [record.param for record in held if record.constant]
+        constants = set(self.constants())
+        leaving = [record.param for record in held if record in constants]
         for copies in reversed(self._copies):  # node shards before the host's memory, which takes the rest
             chosen = set(fitting(filter(copies.may_have, others), copies.limit, copies.bytes_of))
             copies.choose(chosen, filter(copies.may_have, leaving))
@@ -161,11 +160,11 @@ class HoldPlan:
     def claim(self, records: Iterable[Record]) -> None:
         """Claim ``records``, which are unsharded or about to be gathered, until the step."""
         new = [record for record in records if not record.bits & WINDOW]
-        claim_all(new, Claim.WINDOW)
+        claim(new, WINDOW)
         for record in new:
             self.held_bytes += record.nbytes
         for copies in self._copies:
-            copies.free([record.param for record in new if not record.persistent])
+            copies.free([record.param for record in new if record.nbytes])
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def drop(self, records: Iterable[Record]) -> None:
@@ -173,28 +172,25 @@ class HoldPlan:
         for record in held:
             if record.bits & WINDOW:
                 self.held_bytes -= record.nbytes
-        drop_all(held, WINDOW | STEPS)
+        drop(held, WINDOW | STEPS)
 
-    def held(self, claim: Claim = Claim.WINDOW) -> list[Record]:
-        bit = claim.value
-        return [record for record in self.records if record.bits & bit]
+    def held(self, claims: int = WINDOW) -> list[Record]:
+        return [record for record in self.records if record.bits & claims]
 
     def before_step(self) -> list[Record]:
         """Claim and return the unsharded parameters that the next step does not change, and so leaves unsharded."""
-        self._crossed = set(self.held(Claim.STEPS))
-        stay = []
-        for record in self.constants():
-            if record.stays and zero3.is_gathered(record.param):
-                record.claim(Claim.STEPS)
-                stay.append(record)
-            elif record.bits:
-                record.drop(Claim.STEPS)
+        crossed = self.held(STEPS)
+        stay = [record for record in zero3.gathered(self.constants()) if record.stays]
+        self._crossed = set(crossed)
+        drop(crossed, STEPS)
+        claim(stay, STEPS)
         return stay
 
     def reset_counts(self) -> None:
         for copies in self._copies:
             copies.reset_counts()
-        self._persisting = {record for record in zero3.gathered(self.constants()) if record.persistent}
+        gathered = zero3.gathered(self.constants())
+        self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
 
     def needed(self, sizes: Mapping[Any, Sent]) -> Sent:
         """Return what this rank had to send to gather parameters in the window of the last step, and reset the counts.
@@ -208,7 +204,7 @@ class HoldPlan:
             crossings = asked  # gathers from other nodes
             if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):
                 asked = crossings = 0
-            elif record.persistent:  # DeepSpeed's own step gathers it
+            elif not record.nbytes:  # persistent: DeepSpeed's own step gathers it
                 asked = crossings = 1
             elif record.hold or (host is not None and host.keeps(param)):
                 asked = crossings = asked > 0

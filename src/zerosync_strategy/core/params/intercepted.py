@@ -122,7 +122,7 @@ class Alias(_Sharded, torch.Tensor):
         record = record_of(param)
         record.owner.join((record,))  # as after an evaluation, until the next forward
         with zero3.as_it_is():
-            saved = param.data if record.unit is None else param.data.clone()  # alone, without its unit's storage
+            saved = param.data.clone() if len(record.units) == 1 else param.data  # alone, without its unit's storage
             return saved.__reduce_ex__(protocol)
 
 

@@ -35,15 +35,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
-from zerosync_strategy.core.engine.parameter import Record, settle
-from zerosync_strategy.core.engine.parameter_states import SHARDED, UNSHARDED
+from zerosync_strategy.core.engine.parameter import Record, claim_for_unit, drop, drop_for_unit, settle
+from zerosync_strategy.core.engine.parameter_states import MODULE, SHARDED, UNSHARDED
 from zerosync_strategy.core.engine.saved_tensors import SavedTensorHooks, hookable, hooked, nodes_made
 from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes, Stay
-from zerosync_strategy.core.params.units import RUNS, Unit
+from zerosync_strategy.core.params.units import FORWARD, GRAPH, REUSE, RUNS, STEP, Unit
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types in the output of a unit that cannot hide a tensor."""
@@ -69,8 +69,6 @@ class Call:
         if unit.runs == 1:
             for attributes in unit.marks:
                 attributes[RUNS] = True
-        for record in unit.records:
-            record.runs += 1
         self.ended: int | None = None
         self.reads: dict[Any, Any] = {}
         self.hooks: ExitStack | None = None
@@ -79,10 +77,9 @@ class Call:
         unit, self.ended = self.unit, count
         unit.runs -= 1
         if not unit.runs:
+            unit.claims -= {FORWARD}
             for attributes in unit.marks:
                 attributes[RUNS] = False
-        for record in unit.records:
-            record.runs -= 1
         if self.hooks is not None:
             self.hooks.close()
 
@@ -104,8 +101,6 @@ class UnitHooks:
         self._calls: list[Call] = []  # the running ones
         self.saved_tensors = SavedTensorHooks(engine.module)
         self._count = 0  # calls that have begun, also in backwards
-        self._kept: dict[Unit, None] = {}  # a graph may need these at any time, until a backward has ended
-        self._lent: set[Unit] = set()  # others may use the memory of these at any time, until the step
         self._opened, self._closes = 0, INFINITE  # backwards before this window; at its end, as expected
         self._handles: list[Any] = []
         for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
@@ -151,6 +146,7 @@ class UnitHooks:
         if unit.held is not None or self._cache.infers:
             self._cache.use(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
+            unit.claims |= {FORWARD}
             if is_outermost and self._forwards.begins_again(unit):
                 self._over(self._forwards)
             self._fetch(unit, self._backwards if is_recomputed else self._forwards)
@@ -178,9 +174,10 @@ class UnitHooks:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
                     self._expected[unit] = (self._backwards if expects else self._forwards).stay
+                    unit.claims |= {REUSE}
                 elif not has_graph and end + self._forwards.start(unit) < self._reuse_numel:
                     of = self._forwards
-                    self._expected[unit] = Stay(of, of.count + 2, at_rest=True)  # this one and the next
+                    self._expected[unit] = Stay(of, of.count + 2)  # this one and the next
             self._leave_unused(unit)
         if module is self._root and not unit.runs and task == -1:
             self._over(self._forwards)
@@ -201,27 +198,27 @@ class UnitHooks:
             if has_graph and leaf.requires_grad:
                 finds = True
                 if node is None or torch._C._are_functorch_transforms_active():
-                    self._kept[unit] = None  # a hook on a leaf would stay there
+                    unit.claims |= {GRAPH}  # a hook on a leaf would stay there
                     continue
                 if (number := node._sequence_nr()) >= nodes:
                     nodes = number + 1
                 (leaf if base is None else hookable(leaf)).register_hook(partial(self._backward_comes, call))
-        if suspects and unit not in self._lent and unit.is_in(suspects):
-            self._lent.add(unit)
+        if suspects and STEP not in unit.claims and unit.is_in(suspects):
+            unit.claims |= {STEP}
         if not has_graph:
             return False
         if call.hooks is None and task == -1 and nodes < nodes_made():
             self.saved_tensors.need()  # what was made after the outputs may have left beside them
-            self._kept[unit] = None
-        if finds and task != -1 and task not in unit.tasks:
+            unit.claims |= {GRAPH}
+        if finds and task != -1 and task not in unit.claims:
             self._enter(task, unit, END)
         if (
             not finds
-            and task not in unit.tasks
+            and task not in unit.claims
             and _hides(leaves)
             and any(param.requires_grad for param in unit.params)
         ):
-            self._kept[unit] = None
+            unit.claims |= {GRAPH}
         return finds
 
     # ---- backwards -----------------------------------------------------------------------------------------------
@@ -244,13 +241,14 @@ class UnitHooks:
         self._scheduler.backward_comes(unit)
         for left in [each for each in entered if ended < entered[each] < END and each is not unit]:
             self._leave(task, left)
-        if unit.tasks:
-            for other in [other for other in unit.tasks if self._tasks[other][unit] == END]:
-                del self._tasks[other][unit]  # a backward inside of that one has reached the recomputed call
-                unit.tasks.discard(other)
+        for other in self._tasks:
+            calls = self._tasks[other]
+            if unit in calls and calls[unit] == END:
+                del calls[unit]  # a backward inside of that one has reached the recomputed call
+                unit.claims -= {other}
         self._enter(task, unit, number)
         if torch.is_grad_enabled():
-            self._kept[unit] = None
+            unit.claims |= {GRAPH}
         self._fetch(unit, self._backwards)
 
     def _backward_passes(self, unit: Unit, grad: Any) -> None:
@@ -264,16 +262,17 @@ class UnitHooks:
             self._tasks[task] = {}
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._backward_ends, task))
         self._tasks[task][unit] = number
-        unit.tasks.add(task)
+        unit.claims |= {task}
 
     def _leave(self, task: int, unit: Unit) -> None:
         del self._tasks[task][unit]
-        unit.tasks.discard(task)
+        unit.claims -= {task}
         again, end = self._backwards.distances(unit)
         if again < self._reuse_numel:
             self._expected[unit] = self._backwards.stay
+            unit.claims |= {REUSE}
         elif self._backwards.count + 1 < self._closes and end + self._forwards.start(unit) < self._reuse_numel:
-            self._expected[unit] = self._forwards.stay_at_rest
+            self._expected[unit] = self._forwards.stay
         self._leave_unused(unit)
 
     def _backward_ends(self, task: int) -> None:
@@ -283,9 +282,10 @@ class UnitHooks:
         if not self._tasks:
             self._over(self._backwards)
             if not torch.is_grad_enabled():
-                kept, self._kept = self._kept, {}
-                for unit in kept:
-                    self._leave_unused(unit)
+                for unit in self._units:
+                    if GRAPH in unit.claims:
+                        unit.claims -= {GRAPH}
+                        self._leave_unused(unit)
 
     # ---- gathering and resharding --------------------------------------------------------------------------------
 
@@ -295,13 +295,14 @@ class UnitHooks:
         passes.comes(unit)
         if unit in self._expected:
             del self._expected[unit]
+            unit.claims -= {REUSE}
         if (status := zero3.least_available(unit.params)) != UNSHARDED:
             if status == SHARDED:
                 self._issue(unit.params)
             arrived(unit.records)
         if self._has_streams:
             self._scheduler.join(unit.records)
-        unit.claim()
+        claim_for_unit(unit.records)
         if passes.ahead:
             self._gather_ahead(passes)
 
@@ -316,7 +317,7 @@ class UnitHooks:
                 continue
             if zero3.least_available(following.params) == SHARDED:
                 missing += (following,)
-                self._expected[following] = passes.stay_at_rest
+                self._expected[following] = passes.stay
             elif is_half and not missing:
                 return
         if missing and missing[0] is passes.ahead[0][0]:
@@ -336,18 +337,17 @@ class UnitHooks:
         for unit, stay in [*self._expected.items()]:
             if stay.passes.count >= stay.until:
                 del self._expected[unit]
-                if unit.is_claimed:
-                    self._leave_unused(unit)
-                elif not (unit.runs or unit.tasks or unit in self._kept or unit in self._lent):
-                    self._reshard(unit.records)
+                unit.claims -= {REUSE}
+                self._leave_unused(unit)
 
     def _leave_unused(self, unit: Unit) -> None:
-        if not unit.is_claimed or unit.runs or unit.tasks or unit in self._kept or unit in self._lent:
+        if unit.claims:
             return
-        if unit not in self._expected:
-            self._reshard(unit.let_go())
-        elif self._expected[unit].at_rest:
-            settle(unit.let_go())  # at rest: readers treat it as sharded
+        free = drop_for_unit(unit.records)
+        if unit in self._expected:
+            settle(free)  # at rest: readers treat it as sharded
+        else:
+            self._reshard(free)
 
     def _reshard(self, records: list[Record]) -> None:
         if self._has_streams:
@@ -365,14 +365,16 @@ class UnitHooks:
         """End all uses of parameters by units and graphs: a step follows, perhaps inside a forward."""
         self._leave_tasks()
         self._over(self._forwards)
-        self._kept.clear()
-        self._lent.clear()
-        expected, self._expected = self._expected, {}
-        for unit in self._units:
-            if unit.is_claimed:
-                self._reshard(unit.let_go())
-            elif unit in expected:
-                self._reshard(unit.records)
+        left: dict[Record, None] = {}
+        for unit in self._units:  # no calls
+            unit.claims -= unit.claims
+            for record in unit.records:
+                if record.bits & MODULE or unit in self._expected:
+                    left[record] = None
+        self._expected = {}
+        if left:
+            drop(left, MODULE)
+            self._reshard([*left])
         count = self._backwards.count
         if count > self._opened:
             self._opened, self._closes = count, 2 * count - self._opened

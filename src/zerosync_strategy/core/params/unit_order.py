@@ -109,14 +109,10 @@ class UnitOrder:
 
 
 class Stay(NamedTuple):
-    """The values of an expected unit stay until ``passes.count`` has reached ``until``.
-
-    ``at_rest``: nothing that runs may need them before the unit is called.
-    """
+    """The values of an expected unit stay until ``passes.count`` has reached ``until``."""
 
     passes: Passes
     until: int
-    at_rest: bool
 
 
 class Pass:
@@ -186,14 +182,14 @@ class Passes:
     Attributes:
         count: passes that have ended.
         ahead: what to gather ahead of the call that has come last (:meth:`Pass.find_ahead`).
-        stay, stay_at_rest: until the running pass has ended.
+        stay: until the running pass has ended.
     """
 
     def __init__(self, most: int, live: int) -> None:
         self._most, self._live = most, live
         self.count = 0
         self.ahead: list[tuple[Unit, bool]] = []
-        self.stay, self.stay_at_rest = Stay(self, 1, False), Stay(self, 1, True)
+        self.stay = Stay(self, 1)
         self._known: list[Pass] = []  # latest first
         self._before: Pass | None = None  # the pass before the last
         self._following: Pass | None = None  # the pass likely to follow the last
@@ -248,7 +244,7 @@ class Passes:
         if not self._now:
             return
         self.count += 1
-        self.stay, self.stay_at_rest = (Stay(self, self.count + 1, at_rest) for at_rest in (False, True))
+        self.stay = Stay(self, self.count + 1)
         this = next((known for known in self._known if known.units == self._now), None) or Pass(self._now)
         if self._known:
             self._known[0].followed(this, self._before)

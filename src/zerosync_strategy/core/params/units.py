@@ -27,10 +27,12 @@ from torch import nn
 
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
-from zerosync_strategy.core.engine.parameter_states import MODULE
 from zerosync_strategy.core.engine.torch_internals import untransformed
 from zerosync_strategy.core.engine.transformers import not_split
 
+FORWARD, REUSE, GRAPH, STEP = "forward", "reuse", "graph", "step"
+"""Claims of a unit: a forward runs; another is expected soon; a graph may need it at any time, until a backward has
+ended; others may use its memory at any time, until the step."""
 RUNS = "_zerosync_runs"  # in the __dict__ of a module with parameters: whether a forward that uses them is running
 
 
@@ -40,9 +42,9 @@ class Unit:
     Attributes:
         params: its parameters, in the order of gathers; empty for a model whose parameters are all in units inside it.
         runs: how many of its forwards are running.
+        claims: why its values stay: :data:`FORWARD`, :data:`REUSE`, :data:`GRAPH`, :data:`STEP`, and the ids of the
+            autograd graph tasks (backwards) that have reached it and not left it. They are one claim of its records.
         marks: the attributes of its modules that have parameters, in which :data:`RUNS` says whether one is.
-        tasks: ids of the autograd graph tasks (backwards) that have reached it and not left it.
-        is_claimed: its values stay for a forward, a backward, or for what its hooks expect (``unit_hooks.py``).
         held: the runs in which it is gathered, if all its parameters are held until the step; else ``None``.
         pending: it has not waited for these runs in this window, or some stream may still have to wait for them.
     """
@@ -53,8 +55,7 @@ class Unit:
         self.params = sorted(params, key=zero3.param_id)
         self.numel = sum(map(zero3.full_numel, self.params))
         self.runs = 0
-        self.is_claimed = False
-        self.tasks: set[int] = set()
+        self.claims: set[Any] = set()
         self.held: list[Any] | None = None
         self.pending = True
         for attributes in self.marks:
@@ -71,18 +72,6 @@ class Unit:
     def records(self) -> list[Record]:
         return [param._zerosync_record for param in self.params]
 
-    def claim(self) -> None:
-        """Keep the values until :meth:`let_go`. The current stream has waited for them."""
-        if self.is_claimed:
-            return
-        self.is_claimed = True
-        for record in self.records:
-            record.users += 1
-            record.bits |= MODULE
-            if record.watched and record.users == 1:
-                record.writes_at_use = record.writes
-            record.param.__class__ = record.own_class
-
     def is_in(self, outputs: Iterable[torch.Tensor]) -> bool:
         """Return whether one of ``outputs`` is a parameter of the unit, which has its values, or shares its memory."""
         with zero3.as_it_is():
@@ -96,17 +85,6 @@ class Unit:
     def unmark(self) -> None:
         for attributes in self.marks:
             attributes.pop(RUNS, None)
-
-    def let_go(self) -> list[Record]:
-        """End the claim on the values; return the records that no other unit claims."""
-        self.is_claimed = False
-        free: list[Record] = []
-        for record in self.records:
-            record.users -= 1
-            if not record.users:
-                record.bits &= ~MODULE
-                free += (record,)
-        return free
 
 
 class Units:
@@ -139,10 +117,9 @@ class Units:
 
     def gather_together(self) -> None:
         """Let the parameters of a unit, but those of several units, share a storage. They have records by now."""
-        count = Counter(record for unit in self.every for record in unit.records)
         for unit in self.every:
             for record in unit.records:
-                record.unit = unit if count[record] == 1 else None
+                record.units += (unit,)
 
 
 def _every(root: nn.Module, wholes: Collection[int]) -> Iterator[Unit]:

@@ -91,11 +91,11 @@ class ParameterValues:
         elif record.stays:
             record.forget_changes()
             record.write()
-            record.values_to_shard()
+            _write_shard(record.param)
         else:
             changed = record.changed()
             if isinstance(changed, torch.Tensor):
-                record.values_to_shard()
+                _write_shard(record.param)
                 self.scheduler.values_in_shards(record.param)
                 stream = self.scheduler.streams.caller
                 record.unseen[stream] = record.unseen[stream] | changed if stream in record.unseen else changed
@@ -176,16 +176,25 @@ class ParameterValues:
             )
 
     def write_back(self, param: Any, full: torch.Tensor) -> None:
-        """Set the values of ``param`` to ``full``: each rank writes its own shard.
+        """Set the values of ``param`` to ``full``: each rank writes its own shard, and the gathered values, if any.
 
         Raise ``RuntimeError`` if this rank's shard is not in memory, is quantized, or exists twice.
         """
+        if zero3.full_numel(param) == 0:
+            return
         with torch.no_grad(), zero3.as_it_is():
-            if not record_of(param).set_values(full):
+            is_there = zero3.own_shard(param).numel() > 0
+            if not is_there or zero3.is_quantized(param) or zero3.has_secondary_shard(param):
                 raise RuntimeError(
                     f"Parameter {record_of(param).name} was written to while ZeRO-3 had its shard on disk, quantized or"
                     f" twice (NVMe offload, quantized weights, hpZ). {REMEDY}"
                 )
+            record_of(param).write()
+            if (pair := zero3.own_part(param, full)) is not None:
+                shard, part = pair
+                shard.copy_(part)
+            if zero3.is_gathered(param) and param.data_ptr() != full.data_ptr():
+                param.data.copy_(full)
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -236,6 +245,13 @@ class ParameterValues:
             node.register_prehook(in_shape),  # type: ignore[union-attr]
             param.register_post_accumulate_grad_hook(as_it_was),
         )
+
+
+def _write_shard(param: Any) -> None:
+    """Copy this rank's part of the gathered values to its shard; the host does not wait."""
+    if (pair := zero3.own_part(param)) is not None:
+        shard, part = pair
+        shard.copy_(part, non_blocking=True)
 
 
 class _Read(torch.autograd.Function):
