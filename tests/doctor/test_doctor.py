@@ -13,10 +13,9 @@ import torch
 from packaging.version import Version
 
 from tests.harness.command import command
-from tests.harness.forked import fork_instead
 from tests.harness.ranks import run_ranks
 from trials.matrix import table
-from zerosync_strategy.tools.doctor import configurations, installation, on_rank, ranks, selftest
+from zerosync_strategy.tools.doctor import configurations, installation, on_rank, selftest
 from zerosync_strategy.tools.doctor.findings import Finding, Severity
 
 ROOT = Path(__file__).parent.parent.parent
@@ -160,10 +159,7 @@ def broken(how: Callable[[], None]) -> str:
     return " ".join(f"{each.error} {each.message}" for each in outcomes)
 
 
-@pytest.mark.parametrize("starts", ["forks", pytest.param("interpreters", marks=pytest.mark.extended)])
-def test_the_self_test_passes(starts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if starts == "forks":
-        fork_instead(monkeypatch, ranks)
+def test_the_self_test_passes() -> None:
     assert selftest.check(timeout=150).level is Severity.OK
 
 
