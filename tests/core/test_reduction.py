@@ -487,19 +487,19 @@ def test_the_way_of_nccl(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch
             assert "reduce_scatter_tensor" in kinds and "reduce" not in kinds, (option, bucket, kinds)
 
 
-@pytest.mark.parametrize("bucket", [1, 10**6])
-def test_rows_that_nccl_reduces_are_aligned(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nbytes", [8_000, 10**6])
+def test_rows_that_nccl_reduces_are_aligned(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here no shard has a multiple of 16 bytes. Chunks of one parameter, and several parameters in one row."""
     send_natively(monkeypatch)
     monkeypatch.setattr(messages, "LEAST", 0)
-    monkeypatch.setattr(messages, "NATIVE", messages.Messages(400, 2))
+    monkeypatch.setattr(messages, "NATIVE", messages.Messages(nbytes, 2))
 
     def network() -> nn.Module:
         torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 7, bias=False))
+        return nn.Sequential(nn.Linear(61, 61, bias=False), nn.Tanh(), nn.Linear(61, 61, bias=False))
 
     def loss(module: Any, k: int, rank: int) -> torch.Tensor:
-        return (module(torch.full((2, 7), 0.1 * (k + 1) * (rank - 0.5))) - 0.1).square().mean()
+        return (module(torch.full((2, 61), 0.1 * (k + 1) * (rank - 0.5))) - 0.1).square().mean()
 
     def run() -> tuple[float, list[int], int]:
         rows: list[torch.Size] = []
@@ -510,7 +510,7 @@ def test_rows_that_nccl_reduces_are_aligned(bucket: int, monkeypatch: pytest.Mon
             return stock(*args)
 
         net = network()
-        zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
+        zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10**6}
         engine = engines.make_engine(net, torch.optim.AdamW(net.parameters(), lr=0.01), 3, zero)
         zerosync = attach(engine, grad_memory_budget=0)
         with monkeypatch.context() as patch:

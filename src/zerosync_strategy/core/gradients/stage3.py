@@ -48,8 +48,9 @@ class PerParamLayout(ShardLayout):
         return [ShardSlice(first, last, self.begins[param])]
 
     def row(self, width: int) -> int:
-        """Return how many elements a row of ``width`` has as it is sent: on native backends, rows are aligned."""
-        return -(-width // ALIGNMENT) * ALIGNMENT if self.is_native else width
+        """Return how many elements a row of ``width`` has as it is sent: aligned on native backends, if 1 % does it."""
+        row = -(-width // ALIGNMENT) * ALIGNMENT
+        return row if self.is_native and 100 * (row - width) <= width else width
 
     def gather_shards(self, dtype: torch.dtype, device: torch.device, read: ReadShard) -> torch.Tensor:
         rows = torch.empty(self.world_size, self.shard_numel, dtype=dtype, device=device)
@@ -77,7 +78,7 @@ class ColumnPlacement(RowPlacement):
         self, memory: torch.Tensor, most: int, nodes: Nodes | None, scaling: Scaling
     ) -> Iterator[ReduceScatterInput]:
         if len(self.order) == 1:
-            yield from super().inputs(memory, self._layout.row(most), nodes, scaling)
+            yield from super().inputs(memory, most // ALIGNMENT * ALIGNMENT or most, nodes, scaling)
         elif self.width:  # packed gradients are bounded by the size of a bucket; a single parameter may be larger
             rows = scaling.of(memory.view(self._layout.world_size, -1), self._layout.dtype)
             yield ReduceScatterInput(rows, ShardPart(self.offset, self.width, 0))
