@@ -146,6 +146,16 @@ def test_an_option() -> None:
     hold(walks.OPTION, attach_and_backward())
 
 
+def warm_step(engine: Any, calls: Calls) -> None:
+    """The fourth step, whose calls are counted."""
+    for _ in range(3):
+        backward(engine)
+        engine.step()
+    with calls:
+        backward(engine)
+        engine.step()
+
+
 def test_the_timeline_of_a_step() -> None:
     """The table of ``attached/engine.py``, on stage 2. The program does nothing."""
     rows = re.findall(r"``(\w+)\.(\w+)``", str(attached_engine.__doc__))
@@ -153,12 +163,7 @@ def test_the_timeline_of_a_step() -> None:
 
     def program(calls: Calls) -> None:
         attach(engine := make_engine(2), unit_norms=True)
-        for _ in range(3):
-            backward(engine)
-            engine.step()
-        with calls:
-            backward(engine)
-            engine.step()
+        warm_step(engine, calls)
 
     called = [name for _, name in calls_of(program)]
     reached = [
@@ -203,12 +208,7 @@ def test_the_way_through_a_step_is_no_longer(kind: str) -> None:
     def program(calls: Calls) -> None:
         engine = make_engine(int(kind.split()[1].strip(",")))
         attach(engine, **({"param_memory_budget": "all"} if "held" in kind else {}))
-        for _ in range(3):
-            backward(engine)
-            engine.step()
-        with calls:
-            backward(engine)
-            engine.step()
+        warm_step(engine, calls)
 
     calls = calls_of(program)
     functions, files = len(calls), len({file for file, _ in calls})
