@@ -1,0 +1,27 @@
+"""What signatures call DeepSpeed's objects. It is untyped: a type checker takes all but the parameter for ``Any``."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from deepspeed import DeepSpeedEngine as DeepSpeedEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Zero3Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero12Optimizer
+
+    ZeroOptimizer = Zero12Optimizer | Zero3Optimizer
+
+    class Zero3Parameter(torch.nn.Parameter):
+        """A parameter that ZeRO-3 shards; ``zero3.is_sharded()`` tells. Its ``data`` has no elements while sharded."""
+
+        ds_id: int
+        ds_numel: int
+        ds_shape: torch.Size
+        ds_tensor: torch.Tensor  # this rank's shard, flat
+        ds_status: Any  # DeepSpeed's enum
+        ds_persist: bool
+        ds_active_sub_modules: set[int]
+        ds_process_group: dist.ProcessGroup
+
+else:  # annotations are not evaluated; these names are for imports
+    DeepSpeedEngine = Zero3Optimizer = Zero12Optimizer = ZeroOptimizer = Zero3Parameter = Any
