@@ -89,7 +89,7 @@ OPTION = (
     Station("attached/engine.py", "AttachedEngine.__init__", "the parts are made, with the options", "attach()"),
     Station("attached/flat.py", "FlatStage.check_options", "what the stage cannot do raises", "attach()"),
     Station("gradients/reducer.py", "Reducer.__init__", "one of the parts reads it", "attach()"),
-    Station("gradients/buckets.py", "choose_buckets", "each bucket notes where its gradients stay", "attach()"),
+    Station("gradients/buckets.py", "choose_levels", "each bucket notes where its gradients stay", "attach()"),
     Station("attached/engine.py", "AttachedEngine.begin", "overrides and hooks are on the engine", "attach()"),
     Station("attached/engine.py", "AttachedEngine.summary", "the first line of the log says it", "attach()"),
     Station("gradients/reducer.py", "Reducer.begin_backward", "a backward asks the buckets", "a backward"),

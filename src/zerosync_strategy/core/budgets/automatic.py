@@ -281,7 +281,7 @@ def automatic_budgets(
         if cache is not None:
             in_full, in_shards = cache.set_budget(parameter_budget(memory, cache.plan.wanted_in_shards()))
         if config.gradients.automatic:
-            gradients = reducer.defer(gradient_budget(memory, in_full, in_shards))
+            gradients = reducer.keep(gradient_budget(memory, in_full, in_shards))
         return Choice(
             limit=memory.limit,
             room=memory.left(in_full) - in_shards - gradients,
