@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
-from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import Record, arrive, record_of, returned, unshard
-from zerosync_strategy.core.engine.storage import memory_of
+from zerosync_strategy.core.engine.parameter import Record, record_of
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.torch_internals import for_training
+from zerosync_strategy.core.engine.transitions import arrive, memory_of, returned, unshard
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""

@@ -5,6 +5,7 @@ A parameter that ZeRO-3 does not shard has its values, its own shape and no grou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
-from zerosync_strategy.core.engine.fragments import require_numel
 
 
 def is_sharded(param: Any) -> bool:
@@ -232,6 +232,15 @@ def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
     start = min(dist.get_rank(param.ds_process_group) * size, full.numel())
     shard = full.reshape(-1)[start : start + size]
     return torch.nn.functional.pad(shard, (0, size - shard.numel()))
+
+
+def require_numel(value: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless ``value`` has as many elements as a parameter of this ``shape``."""
+    if value.numel() != math.prod(shape):
+        raise ValueError(
+            f"One of DeepSpeed's safe_set_full_...() got a value of shape {tuple(value.shape)} for a parameter of shape"
+            f" {tuple(shape)}. Give one of that shape."
+        )
 
 
 def without_values(param: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import Record, claim, drop, reshard, settle, sort_out
-from zerosync_strategy.core.engine.parameter_states import PHASE, SHARDED, STEPS
-from zerosync_strategy.core.engine.storage import divide_anew
+from zerosync_strategy.core.engine.parameter import PHASE, SHARDED, STEPS, Record, settle
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.torch_internals import internal
+from zerosync_strategy.core.engine.transitions import claim, divide_anew, drop, reshard, sort_out
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.issuing import ParameterGather, arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler

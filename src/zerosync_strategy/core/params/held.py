@@ -13,8 +13,8 @@ from typing import Any
 
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter import Record, claim, drop
-from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW
+from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Record
+from zerosync_strategy.core.engine.transitions import claim, drop
 from zerosync_strategy.core.params.copies import fitting
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 

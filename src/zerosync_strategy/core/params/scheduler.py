@@ -24,8 +24,8 @@ from zerosync_strategy.core.engine.torch_internals import for_training
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.doing import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
-from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived
+from zerosync_strategy.core.params.shard_groups import GatherGroup
 from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
 from zerosync_strategy.core.params.unit_order import UnitOrder
 from zerosync_strategy.core.params.units import Unit

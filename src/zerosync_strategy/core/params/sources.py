@@ -14,12 +14,13 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.parameter import arrive, record_of, settle, unshard
+from zerosync_strategy.core.engine.parameter import record_of, settle
+from zerosync_strategy.core.engine.transitions import arrive, unshard
 from zerosync_strategy.core.failures.matching import GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity
 from zerosync_strategy.core.params.copies import gather_node_shards
-from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, tagged_all_gather
+from zerosync_strategy.core.params.shard_groups import GatherGroup
 
 _Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with its activity
 _Messages = list[tuple[gathering.Message, Activity]]

@@ -6,7 +6,7 @@ when                           what happens to a unit
 its forward begins             it is gathered, if it is sharded; the next units are gathered ahead
 its forward ends               it is resharded, but not in a backward, which is about to reach the recomputed call
 a backward reaches a call      when the backward reaches one of its outputs, or what hooks on saved tensors see first
-                               (``saved_tensors.py``), it is gathered, and the next ahead; units whose calls began
+                               (``engine/hooks.py``), it is gathered, and the next ahead; units whose calls began
                                after this call had ended are resharded: the backward has left them
 the backward ends              the remaining units are resharded
 =============================  =======================================================================================
@@ -35,10 +35,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
-from zerosync_strategy.core.engine.parameter import Record, claim_for_unit, drop, drop_for_unit, settle
-from zerosync_strategy.core.engine.parameter_states import MODULE, SHARDED, UNSHARDED
-from zerosync_strategy.core.engine.saved_tensors import SavedTensorHooks, hookable, hooked, nodes_made
+from zerosync_strategy.core.engine.hooks import SavedTensorHooks, hookable, hooked, nodes_made
+from zerosync_strategy.core.engine.parameter import MODULE, SHARDED, UNSHARDED, Record, settle
 from zerosync_strategy.core.engine.torch_internals import internal
+from zerosync_strategy.core.engine.transitions import claim_for_unit, drop, drop_for_unit
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.params.units import Unit
 
 END = 2**62
