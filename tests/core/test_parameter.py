@@ -15,9 +15,9 @@ class Owner:
     """What schedules gathers: ends those that are under way, and hears of writes."""
 
     def __init__(self) -> None:
-        self.writes = 0
+        self.writes, self.streams = 0, self
 
-    def shards_written(self) -> None:
+    def record_write(self) -> None:
         self.writes += 1
 
     def arrive(self, param: Any) -> None:

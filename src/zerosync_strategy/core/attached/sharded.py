@@ -117,7 +117,7 @@ class ShardedStage(Stage):
             window.interrupted = False
             self.of_module.recover()
         if window.state is WindowState.CLOSED:
-            self.scheduler.shards_written()  # by calls of the program since the step
+            self.scheduler.streams.record_write()  # by calls of the program since the step
         self.of_module.forward_begins()
         apart = nullcontext() if torch.is_grad_enabled() else self._count.without_gradients()
         with self._parts.activity(Doing.FORWARD), self.scheduler.order.forward(), apart, self.backward():
@@ -189,7 +189,7 @@ class ShardedStage(Stage):
         return self.of_module.times_written
 
     def adopt_edits(self) -> None:
-        self.scheduler.shards_written()
+        self.scheduler.streams.record_write()
         write_gathered_to_shards(self._parts.reducer.params, self._parts.names)
         self._parts.edits.adopt(zero3_optimizer.weights(self._optimizer))
 

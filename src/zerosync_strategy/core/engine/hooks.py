@@ -179,7 +179,7 @@ class SavedTensorHooks:
         self.is_used = self._is_needed = True
 
     def forward_begins(self) -> None:
-        if self.is_used and not self._is_needed and _is_compiled(self._root):
+        if not self._is_needed and _is_compiled(self._root):
             self.is_used = False
 
     def stepped(self, steps: int) -> None:

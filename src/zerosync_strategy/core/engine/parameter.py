@@ -107,8 +107,8 @@ class Record:
     """What ZeroSync knows about one parameter. It is the parameter's attribute ``_zerosync_record``.
 
     Attributes:
-        owner: the scheduler: ``shards_written()`` is called when the current stream writes the shards,
-            ``arrive(param)`` waits for a gather in flight, and ``issuing.unsharded`` counts bytes.
+        owner: the scheduler: ``streams`` notes writes of the shards, ``arrive(param)`` waits for a gather, and
+            ``issuing.unsharded`` counts bytes.
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
         order: its place in the order of gathers (U1).
         bits: the claims that are set here; :attr:`claims` has all.
@@ -190,7 +190,7 @@ class Record:
         if self.state is State.IN_FLIGHT:
             self.owner.arrive(self.param)  # it would deliver the values before the write
         self.writes += 1
-        self.owner.shards_written()
+        self.owner.streams.record_write()
 
     # ---- the class -----------------------------------------------------------------------------------------------
 

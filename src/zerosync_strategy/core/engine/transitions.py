@@ -197,10 +197,11 @@ class UnitStorage:
 
     Attributes:
         owner: the stream that has allocated its bytes; ``None`` on a device without streams.
+        memory, nbytes, has_bytes: the storage itself, the bytes of all values, and whether it has them.
         inside: how many of ``records`` have their values in it, or will once a gather has arrived.
     """
 
-    __slots__ = ("_has_bytes", "_memory", "_nbytes", "_on_host", "_references", "inside", "owner", "records")
+    __slots__ = ("_on_host", "_references", "has_bytes", "inside", "memory", "nbytes", "owner", "records")
 
     def __init__(self, records: Sequence[Record]) -> None:
         dtype, device = records[0].param.ds_tensor.dtype, records[0].none.device
@@ -212,30 +213,23 @@ class UnitStorage:
             for record, begin, size in zip(records, begins, sizes, strict=True):
                 record.storage, record.rows = self, memory[begin : begin + size]
                 record.full = record.rows[: record.param.ds_numel].view(record.param.ds_shape)
-        self.records, self._memory, self._nbytes = records, memory.untyped_storage(), memory.nbytes
+        self.records, self.memory, self.nbytes = records, memory.untyped_storage(), memory.nbytes
         del memory
         self.owner: Any = None
-        self.inside, self._has_bytes, self._on_host = 0, True, device.type == "cpu"
+        self.inside, self.has_bytes, self._on_host = 0, True, device.type == "cpu"
         self._references = self._count_references()
 
     def _count_references(self) -> int:
-        return torch._C._storage_Use_Count(self._memory._cdata)
-
-    def fill(self, stream: Any) -> None:
-        """Give it its bytes, which belong to the current ``stream``."""
-        if not self._has_bytes:
-            self._memory.resize_(self._nbytes)
-            self._has_bytes = True
-        self.owner = stream
+        return torch._C._storage_Use_Count(self.memory._cdata)
 
     def empty(self, returns: bool) -> None:
         """Free its bytes: the values ``returns`` to it. Otherwise other references to it keep the old values."""
-        if self._on_host and self._memory.is_shared():  # with other processes, by the program: it keeps its bytes
+        if self._on_host and self.memory.is_shared():  # with other processes, by the program: it keeps its bytes
             if not returns:
                 self.leave()
         elif returns or self._count_references() == self._references:
-            self._memory.resize_(0)
-            self._has_bytes = False
+            self.memory.resize_(0)
+            self.has_bytes = False
         else:
             self.leave()
 
@@ -258,7 +252,10 @@ def memory_of(records: Sequence[Record], stream: Any, gathered: Sequence[Record]
         if record.storage is not storage:
             storage = record.storage
             if not storage.inside:
-                storage.fill(stream)
+                if not storage.has_bytes:
+                    storage.memory.resize_(storage.nbytes)
+                    storage.has_bytes = True
+                storage.owner = stream
         if not record.is_in_storage:
             record.is_in_storage = True
             storage.inside += 1

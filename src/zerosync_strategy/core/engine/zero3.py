@@ -76,22 +76,15 @@ def is_left_sharded(param: Any) -> bool:
     return is_sharded(param) and full_numel(param) > 0 and param.numel() == 0 and "_zerosync_record" not in vars(param)
 
 
-def all_gathered(params: Iterable[Any]) -> bool:
-    for param in params:  # noqa: SIM110  # no calls: this runs for every module
-        if param.ds_status._name_ != "AVAILABLE":
-            return False
-    return True
-
-
 def is_released(param: Any) -> bool:
     """Return whether ``param`` is neither gathered nor in flight."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
-def least_available(params: Iterable[Any]) -> str:
-    """Return the status of DeepSpeed's that is furthest from having all values: of one released, else in flight."""
+def least_status(params: Iterable[Any]) -> str:
+    """Return DeepSpeed's status of one of ``params`` that is released, else of one in flight, else that of all."""
     least = "AVAILABLE"
-    for param in params:  # no calls
+    for param in params:  # no calls: this runs for every module
         if (status := param.ds_status._name_) == "NOT_AVAILABLE":
             return "NOT_AVAILABLE"
         if status == "INFLIGHT":

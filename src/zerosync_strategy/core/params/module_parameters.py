@@ -129,11 +129,11 @@ class ModuleParameters:
 
     def written(self, by_step: bool) -> None:
         """Record that an optimizer step or a checkpoint has written the shards, on the current stream."""
-        unchanged = set(self.cache.plan.constants()) if by_step else set()
+        unchanged = set(self.cache.plan.constants) if by_step else set()
         for record in self.scheduler.records:
             record.writes += record not in unchanged
         self.times_written += 1
-        self.scheduler.shards_written()
+        self.scheduler.streams.record_write()
         self.values.written(by_step)
 
 
