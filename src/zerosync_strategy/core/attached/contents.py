@@ -31,8 +31,8 @@ from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.checkpoints.pieces import Content, Key, Piece
 from zerosync_strategy.core.checkpoints.stock_reader import StockReader
 from zerosync_strategy.core.engine import engine_state, zero, zero3
-from zerosync_strategy.core.engine.checkpoint_files import FrozenStay
 from zerosync_strategy.core.engine.compilation import plain_name
+from zerosync_strategy.core.engine.engine_state import FrozenStay
 from zerosync_strategy.core.failures.errors import frozen_left_out
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 

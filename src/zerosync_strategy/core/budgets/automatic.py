@@ -27,7 +27,7 @@ from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.params.of_module import ModuleParameters
+from zerosync_strategy.core.params.module_parameters import ModuleParameters
 
 _STATUS = Path("/proc/self/status")
 _TAKEN = ("active_bytes", "inactive_split_bytes")  # of torch's statistics

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_timeout
 from zerosync_strategy.core.comm.journal import Exchange, SentCounter, Waiting, issue, launched
 from zerosync_strategy.core.comm.sums import sum_in_order, tree_sum
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.patches import replaced
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 """Returns a flat tensor of so many elements, with any values."""

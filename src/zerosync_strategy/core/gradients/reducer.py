@@ -19,7 +19,7 @@ from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.comm.messages import Messages
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.engine.stock_hooks import GradientHooks
+from zerosync_strategy.core.engine.hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient, bucket_limit, choose_levels
 from zerosync_strategy.core.gradients.counts import NUMBERS, ItemCount, LastBackward
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline

@@ -20,7 +20,7 @@ from zerosync_strategy.core.comm.collectives import InFlight, largest, phase
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import all_to_all
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.fragments import require_numel
+from zerosync_strategy.core.engine.zero3 import require_numel
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards

@@ -183,7 +183,7 @@ class PendingGradients:
         if self._window.state is WindowState.OPEN:
             self._window.changes.note(reduced=False)
 
-    # ---- one gradient, by DeepSpeed's functions (engine/fragments.py) ----------------------------------------------
+    # ---- one gradient, by DeepSpeed's functions (engine/param_functions.py) ----------------------------------------
 
     def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
         """Return the averaged gradient of ``param``; ``stock`` reads it from the shards. Collective."""

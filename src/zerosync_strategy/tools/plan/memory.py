@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.patches import replaced
 
 NODE_SHARDS = "node shards"
 KINDS = ("parameters", "gradients", "optimizer", "gathered", NODE_SHARDS, "buckets", "activations")
