@@ -15,7 +15,7 @@ from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, z
 from zerosync_strategy.core.engine.parameter import Record, record_of
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.torch_internals import for_training
-from zerosync_strategy.core.engine.transitions import arrive, memory_of, returned, unshard
+from zerosync_strategy.core.engine.transitions import arrive, memory_of, restore_versions, unshard
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""
@@ -123,7 +123,7 @@ class Arrival:
         return [param._zerosync_record for param in self.params[len(self.rows) :]]
 
     @for_training
-    def land(self, stream: Any) -> None:
+    def copy_out(self, stream: Any) -> None:
         """Set the parameters to their values, on the current ``stream``, in memory of its if they have none yet."""
         if self.received is not None:
             received = self.received
@@ -135,7 +135,7 @@ class Arrival:
         arrive([param._zerosync_record for param in self.params])
 
 
-class Message:
+class ShardGather:
     """All shards of several parameters of one process group, for one all-gather. Constant values are computed once.
 
     DeepSpeed assembles each parameter from the part of each rank. Here, the work does not grow with the number of
@@ -149,7 +149,7 @@ class Message:
         process_group: over which; of the ranks that shard the parameters, in their order.
 
     Attributes:
-        params: as an arrival has them: first those that are gathered in place, of which there are ``placed``.
+        params: as an arrival has them: first those that are gathered in place, of which there are ``in_place_count``.
     """
 
     def __init__(self, params: list[Any], dtype: torch.dtype, process_group: Any, is_native: bool = False) -> None:
@@ -161,7 +161,7 @@ class Message:
             return is_native and zero3.shard_dtype(param) is dtype and row_bytes % ROW_BYTES == 0
 
         in_place, packed = list(filter(lies_in_place, params)), list(itertools.filterfalse(lies_in_place, params))
-        self.params, self.placed = [*in_place, *packed], len(in_place)
+        self.params, self.in_place_count = [*in_place, *packed], len(in_place)
         self._in_place, self._packed = in_place, packed
         self._columns = list(map(zero3.shard_numel, packed))
         self._width = sum(self._columns)
@@ -177,7 +177,7 @@ class Message:
     @functools.cached_property
     def packed(self) -> list[Record]:
         """Of the parameters that are received in memory of the gather's."""
-        return self.records[self.placed :]
+        return self.records[self.in_place_count :]
 
     def new_rows(self) -> list[torch.Tensor]:
         """Return memory for the parameters that are gathered in place, for the caller to keep."""
@@ -225,7 +225,7 @@ def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
     shard.ds_numel = shard.numel()  # type: ignore[attr-defined]
     with replaced(param, "ds_tensor", shard):
         by_deepspeed = one_by_one(partition_parameters._dist_allgather_fn)
-        arrival = Message([param], shard.dtype, param.ds_process_group).send(by_deepspeed, [])
+        arrival = ShardGather([param], shard.dtype, param.ds_process_group).send(by_deepspeed, [])
     arrival.wait()
     ((_, full),) = arrival.values()
     return full
@@ -246,11 +246,11 @@ def from_host(
 
 
 @for_training
-def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[Any], None]:
+def by_deepspeed(params: Sequence[Any], in_storage: bool = True) -> Callable[[Any], None]:
     """Gather ``params``, of one process group, as DeepSpeed does; return a function that waits and sets their values.
 
-    It takes the current stream. For shards that are on disk, quantized, of hpZ, or on this rank alone. ``returns``: in
-    their storages (:class:`UnitStorage`).
+    It takes the current stream. For shards that are on disk, quantized, of hpZ, or on this rank alone. ``in_storage``:
+    set to values in their storages (:class:`UnitStorage`).
     """
     handle = params[0].all_gather_coalesced(list(params))
     # Nothing is sent, but the host would wait. It has to if the shard is in memory that the host writes to.
@@ -258,21 +258,21 @@ def by_deepspeed(params: Sequence[Any], returns: bool = True) -> Callable[[Any],
 
     @for_training
     @torch.no_grad()
-    def land(stream: Any) -> None:
+    def copy_out(stream: Any) -> None:
         if not is_alone:
             handle.wait()
         for param in params:
             record, values = record_of(param), param.data
-            if returns and values.data_ptr() != param.ds_tensor.data_ptr():  # equal in a group of one rank
+            if in_storage and values.data_ptr() != param.ds_tensor.data_ptr():  # equal in a group of one rank
                 memory_of([record], stream)
                 values = record.full.copy_(values)
             if is_alone:
                 arrive((record,), (values,))
             else:
                 param.data = values
-                returned((record,))
+                restore_versions((record,))
 
-    return land
+    return copy_out
 
 
 def _is_on_device(param: Any) -> bool:

@@ -19,7 +19,7 @@ from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 from zerosync_strategy.core.engine.hooks import nodes_made
 from zerosync_strategy.core.engine.parameter import CONTEXT, Record
 from zerosync_strategy.core.engine.torch_internals import for_training
-from zerosync_strategy.core.engine.transitions import claim, drop, free, returned
+from zerosync_strategy.core.engine.transitions import claim, drop, free, restore_versions
 
 _STOCK = "_zerosync_stock_functions"
 
@@ -42,7 +42,7 @@ def intercept(param: Any) -> None:
         def wait_as_it_is(*args: Any, **kwargs: Any) -> None:
             with zero3.as_it_is():
                 wait(*args, **kwargs)
-                returned(_records(params))
+                restore_versions(_records(params))
 
         handle.wait = wait_as_it_is
         return handle
@@ -54,7 +54,7 @@ def intercept(param: Any) -> None:
             _gather_in_buckets(params)  # of attached engines: as a step gathers persistent parameters
         with zero3.as_it_is():
             handles = _gather_all(stock[0], params, async_op, hierarchy)
-        returned(gathered := zero3.gathered(_records(params)))
+        restore_versions(gathered := zero3.gathered(_records(params)))
         for record in gathered:
             record.use()
         return handles

@@ -109,13 +109,13 @@ class Record:
     Attributes:
         owner: the scheduler: ``streams`` notes writes of the shards, ``arrive(param)`` waits for a gather, and
             ``issuing.unsharded`` counts bytes.
-        group: of the ranks that shard it; has its ``place`` in the order of gathers.
+        group: of the ranks that shard it; has its ``index`` in the order of gathers.
         order: its place in the order of gathers (U1).
         bits: the claims that are set here; :attr:`claims` has all.
         gather: the last gather that was issued (``comm/collectives.py``); ``None``: none yet.
         writes: how often steps, checkpoints and programs have written the shards: alike on all ranks.
-        found: how often this rank has found that a module had written to the gathered values.
-        unseen: by stream, flags on the device of such writes, which the host has not read yet.
+        writes_found: how often this rank has found that a module had written to the gathered values.
+        flags: by stream, flags on the device of such writes, which the host has not read yet.
         watched: the values are compared with the shards before each reshard.
         plain: gathered from one shard of its values: neither quantized, on disk, nor of hpZ.
         gathers: how often it was gathered for modules, for a step, since the last step.
@@ -134,10 +134,10 @@ class Record:
 
     def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
         self.param, self.name, self.owner, self.group = param, name, owner, group
-        self.order: tuple[int, int] = group.place, param.ds_id
-        self.bits = self.writes = self.found = self.gathers = 0
+        self.order: tuple[int, int] = group.index, param.ds_id
+        self.bits = self.writes = self.writes_found = self.gathers = 0
         self.gather: Any = None
-        self.unseen: dict[Any, torch.Tensor] = {}
+        self.flags: dict[Any, torch.Tensor] = {}
         self.watched = self.hold = False
         self.plain = zero3.has_plain_shard(param)
         self.units: tuple[Any, ...] = ()
@@ -147,7 +147,7 @@ class Record:
         self.counted = 0
         self.is_in_storage = self.in_shards = False
         self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
-        self.none = param.data.new_empty(0)
+        self.empty = param.data.new_empty(0)
         self._gone: tuple[int, int] | None = None  # version and writes when the values were freed
         self.values: Any = None
         self.own_class = self.class_at_rest = type(param)
@@ -242,7 +242,7 @@ class Record:
             return False  # the values are not equal to the shards to the bit
         if param.shape != param.ds_shape:
             return True
-        pair = zero3.own_part(param)
+        pair = zero3.shard_pair(param)
         if pair is None:
             return param.new_zeros((), dtype=torch.bool)
         shard, part = pair
@@ -284,7 +284,7 @@ def is_in_use(param: Any) -> bool:
             or param.ds_persist
             or param.ds_active_sub_modules
             or (record.bits & _BRIEF and not torch.is_grad_enabled())
-            or any([unit.runs for unit in record.units])
+            or any([unit.running for unit in record.units])
         )
     )
 

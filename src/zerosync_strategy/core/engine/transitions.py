@@ -54,14 +54,14 @@ def arrive(records: Collection[Record], values: Sequence[torch.Tensor] | None = 
         param.data = record.full if values is None else values[place]
         if record.bits or param.ds_persist:
             has_claims = True
-    returned(records)
+    restore_versions(records)
     return has_claims
 
 
-def reshard(records: Collection[Record], returns: bool) -> None:
+def reshard(records: Collection[Record], keeps_storage: bool) -> None:
     """Free the values, after what was written to them has gone to the shards, in :func:`~zero3.as_it_is`.
 
-    For ``returns`` see :func:`free`.
+    For ``keeps_storage`` see :func:`free`.
     """
     for record in records:
         param, bits = record.param, record.bits
@@ -76,7 +76,7 @@ def reshard(records: Collection[Record], returns: bool) -> None:
     sharded = STATUSES[SHARDED]
     for record in records:
         record.param.ds_status = sharded
-    free(records, returns)
+    free(records, keeps_storage)
     for record in records:
         record.param.__class__ = record.class_at_rest
 
@@ -142,7 +142,7 @@ def sort_out(records: Iterable[Record]) -> tuple[list[Record], list[Record], lis
     return held, free, in_flight, has_others
 
 
-def returned(records: Collection[Record]) -> None:
+def restore_versions(records: Collection[Record]) -> None:
     """Restore the versions of unsharded parameters: autograd accepts saved ones unless shards were written."""
     params: list[Any] = [*records]
     versions: list[Any] = [*records]  # no call for each: this runs for each parameter of each gather
@@ -156,8 +156,8 @@ def returned(records: Collection[Record]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
 
 
-def free(records: Collection[Record], returns: bool) -> None:
-    """Free the values of parameters that have been resharded; for ``returns`` see ``UnitStorage.empty()``."""
+def free(records: Collection[Record], keeps_storage: bool) -> None:
+    """Free the values of parameters that have been resharded; for ``keeps_storage`` see ``UnitStorage.empty()``."""
     params: list[Any] = [*records]
     versions: list[Any] = [*records]
     count = freed = 0
@@ -168,14 +168,14 @@ def free(records: Collection[Record], returns: bool) -> None:
             count += 1
     torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
     for record in records:
-        record.param.data = record.none
+        record.param.data = record.empty
         freed += record.counted
         record.counted = 0
         if record.is_in_storage:
             record.is_in_storage, storage = False, record.storage
             storage.inside -= 1
             if not storage.inside:
-                storage.empty(returns)
+                storage.empty(keeps_storage)
     if freed:
         for record in records:
             record.owner.issuing.unsharded.add(-freed)
@@ -204,7 +204,7 @@ class UnitStorage:
     __slots__ = ("_on_host", "_references", "has_bytes", "inside", "memory", "nbytes", "owner", "records")
 
     def __init__(self, records: Sequence[Record]) -> None:
-        dtype, device = records[0].param.ds_tensor.dtype, records[0].none.device
+        dtype, device = records[0].param.ds_tensor.dtype, records[0].empty.device
         step = max(1, ALIGNMENT // dtype.itemsize)
         sizes = [each.param.ds_process_group.size() * each.param.ds_tensor.ds_numel for each in records]
         *begins, numel = accumulate([-(-size // step) * step for size in sizes], initial=0)
@@ -222,12 +222,12 @@ class UnitStorage:
     def _count_references(self) -> int:
         return torch._C._storage_Use_Count(self.memory._cdata)
 
-    def empty(self, returns: bool) -> None:
-        """Free its bytes: the values ``returns`` to it. Otherwise other references to it keep the old values."""
+    def empty(self, keeps_storage: bool) -> None:
+        """Free its bytes. ``keeps_storage``: values come back to it; else other references to it keep the old ones."""
         if self._on_host and self.memory.is_shared():  # with other processes, by the program: it keeps its bytes
-            if not returns:
+            if not keeps_storage:
                 self.leave()
-        elif returns or self._count_references() == self._references:
+        elif keeps_storage or self._count_references() == self._references:
             self.memory.resize_(0)
             self.has_bytes = False
         else:

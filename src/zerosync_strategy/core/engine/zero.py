@@ -240,7 +240,7 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + more
 
 
-def in_runs(items: Iterable[_Item], limit: int, size_of: Callable[[_Item], int]) -> list[list[_Item]]:
+def in_chunks(items: Iterable[_Item], limit: int, size_of: Callable[[_Item], int]) -> list[list[_Item]]:
     """Return ``items`` in runs of at most ``limit`` together, or of one larger item."""
     runs: list[list[_Item]] = []
     room = 0

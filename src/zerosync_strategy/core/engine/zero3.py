@@ -191,16 +191,16 @@ def own_range(param: Any) -> tuple[int, int]:
     return start, min(size, full_numel(param) - start)
 
 
-def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def shard_pair(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return this rank's shard of ``param``, flat, without padding, and the same part of ``full``.
 
     By default, ``full`` is the gathered values. Return ``None`` if the shard is all padding or not in memory.
     """
-    return next(iter(own_parts((param,), full)), None)
+    return next(iter(shard_pairs((param,), full)), None)
 
 
-def own_parts(params: Iterable[Any], full: torch.Tensor | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return :func:`own_part` of each of ``params`` that has one."""
+def shard_pairs(params: Iterable[Any], full: torch.Tensor | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return :func:`shard_pair` of each of ``params`` that has one."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     ranks: dict[Any, int] = {}
     for param in params:  # few calls

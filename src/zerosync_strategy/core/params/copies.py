@@ -259,7 +259,7 @@ def _nodes(param: Any) -> Any:
 def gather_node_shards(
     nodes: Any, shards: Mapping[Any, torch.Tensor], counter: SentCounter, tag: int, label: object
 ) -> gathering.Arrival:
-    """Gather parameters as :class:`gathering.Message` does, but from the ranks of this node alone.
+    """Gather parameters as :class:`gathering.ShardGather` does, but from the ranks of this node alone.
 
     ``shards``: by parameter, this rank's node shard, one row per node; all of one dtype.
     """

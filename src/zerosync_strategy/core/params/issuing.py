@@ -201,8 +201,8 @@ class ParameterGather:
     Args:
         activity: what a waiting rank does.
         wait: waits for the message.
-        land: sets the values of the parameters, on the stream that waits first, which it takes; ``None``: they lie in
-            their storages.
+        copy_out: called with the stream that waits first, on which it sets the values of the parameters; ``None``: they
+            lie in their storages.
         packed: the records of parameters whose values the gather has received in memory of its own.
         keeps: the host cache may copy the values.
 
@@ -213,13 +213,15 @@ class ParameterGather:
 
     def __init__(
         self, issuing: Issuing, group: GatherGroup, records: Sequence[Record], activity: Activity,
-        wait: Callable[[], object], land: Callable[[Any], None] | None, packed: Sequence[Record], keeps: bool = True,
+        wait: Callable[[], object], copy_out: Callable[[Any], None] | None, packed: Sequence[Record],
+        keeps: bool = True,
     ) -> None:  # fmt: skip
         self._wait, self.is_done = wait, False
         self._error: Exception | None = None
         self._gather_streams, self._host = issuing.streams, issuing.host
         self._stream, self._is_tagged, self.event = group.stream, group.is_tagged, None
-        self._records, self._activity, self._land, self._packed, self._keeps = records, activity, land, packed, keeps
+        self._records, self._activity = records, activity
+        self._copy_out, self._packed, self._keeps = copy_out, packed, keeps
         self._has_copies = issuing.host is not None or issuing.node_shards is not None
         self.users: list[Any] = []
         nbytes, asked = 0, issuing.count.is_for_step
@@ -256,10 +258,10 @@ class ParameterGather:
                 self._error = error
                 raise
             try:
-                if self._land is None:
+                if self._copy_out is None:
                     has_claims = arrive(self._records)
                 else:
-                    self._land(streams.caller)
+                    self._copy_out(streams.caller)
                     has_claims = True
             except BaseException:  # as when out of memory: the next wait lands it
                 self._wait = _nothing
@@ -270,13 +272,13 @@ class ParameterGather:
                 follows = self._packed or self._has_copies  # the stream of the gather, which reads or frees
                 self.event = streams.record_landing(self._stream) if follows else streams.record_arrival()
             self.is_done = True
-            del self._wait, self._land, self._packed
+            del self._wait, self._copy_out, self._packed
             if self._host is not None and self._keeps:
                 self._keep(self._host)
         if has_claims:
             settle(self._records)
 
-    def land_behind(self) -> None:
+    def copy_out_behind(self) -> None:
         """Set the values behind the message on the stream that gathers, so that what was received is freed there.
 
         They are in memory of the current stream, which may still be used by its earlier work (L2).

@@ -124,7 +124,7 @@ class ModuleParameters:
         if module not in self._of:
             params = set(module.parameters())
             self._of[module] = [record for record in self.scheduler.records if record.param in params]
-        self.hooks.let_go()
+        self.hooks.end_uses()
         self.cache.release(self._of[module])
 
     def written(self, by_step: bool) -> None:

@@ -21,12 +21,12 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.torch_internals import for_training
-from zerosync_strategy.core.engine.zero import in_runs
+from zerosync_strategy.core.engine.zero import in_chunks
 from zerosync_strategy.core.failures.doing import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived
 from zerosync_strategy.core.params.shard_groups import GatherGroup
-from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
+from zerosync_strategy.core.params.sources import AllShards, GatherRequest, GatherSource, HostCopies, ShardsOfNode
 from zerosync_strategy.core.params.unit_order import UnitOrder
 from zerosync_strategy.core.params.units import Unit
 
@@ -68,8 +68,8 @@ class GatherScheduler:
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()
         ]
-        self._turns: dict[tuple[int, ...], list[Part]] = {}
-        self._parts: dict[tuple[int, ...], list[Part]] = {}  # of contexts, and of the end of a step
+        self._requests: dict[tuple[int, ...], list[GatherRequest]] = {}
+        self._context_requests: dict[tuple[int, ...], list[GatherRequest]] = {}  # of contexts, and of the end of a step
         has_empty = any(zero3.full_numel(record.param) == 0 for record in self.records)
         self._released = gathering.released_after_empty if has_empty else zero3.released
         streams.record_write()  # when they were built
@@ -79,7 +79,7 @@ class GatherScheduler:
         self._shards = AllShards(issuing, engine)
         self.is_plain = self._shards.is_plain
         self.copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
-        self._nearer: list[Source] = [] if host is None else [HostCopies(issuing)]
+        self._nearer: list[GatherSource] = [] if host is None else [HostCopies(issuing)]
         self._nearer += [] if node_shards is None else [ShardsOfNode(issuing)]
 
     def detach(self) -> None:
@@ -130,27 +130,27 @@ class GatherScheduler:
         """
         issued: list[ParameterGather] = []
         released = self._released(params)
-        for part in self._turn(released) if released else ():
+        for request in self._requests_for(released) if released else ():
             if not self._nearer:
-                self._shards.issue(part, issued)
+                self._shards.issue(request, issued)
                 continue
             for source in self._nearer:
-                source.issue(part, issued)
-                if not (left := zero3.released(part.params)):
+                source.issue(request, issued)
+                if not (left := zero3.released(request.params)):
                     break
-                part = self._turn(left)[0]
+                request = self._requests_for(left)[0]
             else:
-                self._shards.issue(part, issued)
+                self._shards.issue(request, issued)
         return issued
 
-    def _turn(self, params: Sequence[Any]) -> list[Part]:
+    def _requests_for(self, params: Sequence[Any]) -> list[GatherRequest]:
         """Return ``params`` by process group, in the order of gathers. Cached, because units are gathered often."""
         ids = zero3.param_ids(params)
-        if ids in self._turns:
-            return self._turns[ids]
-        if len(self._turns) == REMEMBERED:
-            self._turns.clear()
-        found = self._turns[ids] = [self._shards.part(*of_group) for of_group in self.in_order(params)]
+        if ids in self._requests:
+            return self._requests[ids]
+        if len(self._requests) == REMEMBERED:
+            self._requests.clear()
+        found = self._requests[ids] = [self._shards.request(*of_group) for of_group in self.in_order(params)]
         return found
 
     def in_order(self, params: Iterable[Any]) -> Iterator[tuple[GatherGroup, list[Any]]]:
@@ -159,20 +159,20 @@ class GatherScheduler:
         for group, members in groupby(records, attrgetter("group")):
             yield group, [record.param for record in members]
 
-    def runs(
+    def chunks(
         self, params: Iterable[Any], unit_of: Mapping[Any, object] | None = None
     ) -> Iterator[tuple[int, list[list[Any]]]]:
-        """Yield the place of each process group in the order of gathers, and ``params`` in runs for one gather each.
+        """Yield the place of each process group in the order of gathers, and ``params`` in chunks for one gather each.
 
-        With ``unit_of``, the parameters of a unit are in one run, unless messages are smaller.
+        With ``unit_of``, the parameters of a unit are in one chunk, unless messages are smaller.
         """
         for group, of_group in self.in_order(params):
             prefetched = self.prefetched_numel * of_group[0].element_size()
             limit = min(max(prefetched, self._messages.least), self._messages.nbytes)
             of_units = [list(of_unit) for _, of_unit in groupby(of_group, unit_of.__getitem__ if unit_of else id)]
-            pieces = [each for piece in of_units for each in in_runs(piece, self._messages.nbytes, zero3.full_bytes)]
-            runs = in_runs(pieces, limit, lambda piece: sum(map(zero3.full_bytes, piece)))
-            yield group.place, [list(chain.from_iterable(run)) for run in runs]
+            pieces = [each for piece in of_units for each in in_chunks(piece, self._messages.nbytes, zero3.full_bytes)]
+            chunks = in_chunks(pieces, limit, lambda piece: sum(map(zero3.full_bytes, piece)))
+            yield group.index, [list(chain.from_iterable(chunk)) for chunk in chunks]
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
@@ -201,13 +201,14 @@ class GatherScheduler:
         self.arrive(*own)  # the context reshards them
         released = self._released(own)
         ids, issuing = zero3.param_ids(released), self.issuing
-        if ids not in self._parts:  # a step asks for the same ones each time
-            if len(self._parts) == REMEMBERED:
-                self._parts.clear()
-            self._parts[ids] = [self._turn(run)[0] for _, runs in self.runs(released) for run in runs]
-        for part in self._parts[ids]:
-            with issuing.count.of_context(), issuing.status.activity(part.activity):
-                self._shards.gather_for_context(part)
+        if ids not in self._context_requests:  # a step asks for the same ones each time
+            if len(self._context_requests) == REMEMBERED:
+                self._context_requests.clear()
+            chunks = [chunk for _, of_group in self.chunks(released) for chunk in of_group]
+            self._context_requests[ids] = [self._requests_for(chunk)[0] for chunk in chunks]
+        for request in self._context_requests[ids]:
+            with issuing.count.of_context(), issuing.status.activity(request.activity):
+                self._shards.gather_for_context(request)
 
     def shard(self, param: Any) -> torch.Tensor | None:
         """Return this rank's shard of ``param``, with its present values; ``None`` if it has none."""
@@ -233,7 +234,7 @@ class GatherScheduler:
 
     @for_training
     def values(self, params: list[Any], reader: str = "") -> list[torch.Tensor]:
-        """Return the values of ``params``, one run of a process group, in memory of the caller's own. Collective.
+        """Return the values of ``params``, of one process group, in memory of the caller's own. Collective.
 
         The parameters keep their state. ``reader`` names the reader in errors.
         """
@@ -259,7 +260,7 @@ class GatherScheduler:
         with self.issuing.status.activity(self.issuing.activity(group, params, reader)):
             for source in (*self._nearer, self._shards):
                 if left := [param for param in params if param not in values]:
-                    values.update(source.values(self._shards.part(group, left, zero3.shard_dtype, reader)))
+                    values.update(source.values(self._shards.request(group, left, zero3.shard_dtype, reader)))
         return values
 
     # ---- words ---------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class GatherGroup:
 
     Attributes:
         communicator: the process group over which the ranks gather; ``process_group``, or one of the same ranks.
-        place: its place in the order of gathers (U1).
+        index: its index in the order of gathers (U1).
         ranks: for errors.
         digest: of its gathers; ``None`` for a group of one rank, which gathers nothing.
         nodes: for gathers in two levels, within and between nodes; ``None``: in one level.
@@ -177,7 +177,7 @@ class GatherGroup:
 
     process_group: Any
     communicator: Any
-    place: int
+    index: int
     ranks: str
     digest: GatherDigest | None
     nodes: Nodes | None
@@ -207,20 +207,20 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, separate: b
     made = streams.make_gather_streams(count, overlaps) or [None]
     is_plain = zero.is_plain(zero.comm_backend())
     groups: dict[Any, GatherGroup] = {}
-    for place, group in enumerate(sorted(process_groups, key=_place)):
+    for index, group in enumerate(sorted(process_groups, key=_order)):
         tagged = not (by_all_reduce or is_native(group, engine.device))
         digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
         nodes = topology.of(group) if digest is not None else None
         is_nccl = backend_for(group, engine.device.type) == "nccl"
-        stream, members = made[place % len(made)], dist.get_process_group_ranks(group)
+        stream, members = made[index % len(made)], dist.get_process_group_ranks(group)
         makes = separate and is_nccl and digest is not None
         communicator = new_group(members, group, engine.device, is_first=True) if makes else group
         of_group = str(members), digest, nodes, is_nccl, is_plain and not tagged, stream
-        groups[group] = GatherGroup(group, communicator, place, *of_group)
+        groups[group] = GatherGroup(group, communicator, index, *of_group)
     return groups
 
 
-def _place(process_group: Any) -> tuple[Any, ...]:
+def _order(process_group: Any) -> tuple[Any, ...]:
     """Return the sort key of a group: larger groups first, and all rows of a mesh before or after all its columns."""
     ranks = dist.get_process_group_ranks(process_group)
     return -len(ranks), [rank - ranks[0] for rank in ranks], ranks

@@ -43,7 +43,7 @@ from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes, Stay
-from zerosync_strategy.core.params.units import FORWARD, GRAPH, REUSE, RUNS, STEP, Unit
+from zerosync_strategy.core.params.units import FORWARD, GRAPH, REUSE, RUNNING, STEP, Unit
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types in the output of a unit that cannot hide a tensor."""
@@ -65,21 +65,21 @@ class Call:
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.unit, self.number, self.nodes = unit, number, 0
-        unit.runs += 1
-        if unit.runs == 1:
+        unit.running += 1
+        if unit.running == 1:
             for attributes in unit.marks:
-                attributes[RUNS] = True
+                attributes[RUNNING] = True
         self.ended: int | None = None
         self.reads: dict[Any, Any] = {}
         self.hooks: ExitStack | None = None
 
     def end(self, count: int) -> None:
         unit, self.ended = self.unit, count
-        unit.runs -= 1
-        if not unit.runs:
+        unit.running -= 1
+        if not unit.running:
             unit.claims -= {FORWARD}
             for attributes in unit.marks:
-                attributes[RUNS] = False
+                attributes[RUNNING] = False
         if self.hooks is not None:
             self.hooks.close()
 
@@ -146,7 +146,7 @@ class UnitHooks:
         if not (is_recomputed or self._cache.plan.holds_all):
             self._scheduler.order.begins(unit)
         if unit.held is not None or self._cache.infers:
-            self._cache.use(unit, self._calls[0].unit.module is self._root)
+            self._cache.before_forward(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
             unit.claims |= {FORWARD}
             if is_outermost and self._forwards.begins_again(unit):
@@ -164,7 +164,7 @@ class UnitHooks:
         if not (task != -1 or self._cache.plan.holds_all):
             self._scheduler.order.ends(unit)
         if unit.held is not None or self._cache.infers:
-            self._cache.used(unit)
+            self._cache.after_forward(unit)
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
                 for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
@@ -182,7 +182,7 @@ class UnitHooks:
                     of = self._forwards
                     self._expected[unit] = Stay(of, of.count + 2)  # this one and the next
             self._leave_unused(unit)
-        if module is self._root and not unit.runs and task == -1:
+        if module is self._root and not unit.running and task == -1:
             self._over(self._forwards)
 
     def _expect_uses(self, call: Call, leaves: list[Any], task: int, has_graph: bool) -> bool:
@@ -360,7 +360,7 @@ class UnitHooks:
         self._tasks.clear()
         self._over(self._backwards)
 
-    def let_go(self) -> None:
+    def end_uses(self) -> None:
         """End all uses of parameters by units and graphs: a step follows, perhaps inside a forward."""
         self._leave_tasks()
         self._over(self._forwards)
@@ -384,7 +384,7 @@ class UnitHooks:
         """After an exception, end all running calls, too."""
         while self._calls:
             self._calls.pop().end(self._count)
-        self.let_go()
+        self.end_uses()
 
 
 def in_backward() -> bool:

@@ -33,7 +33,7 @@ from zerosync_strategy.core.engine.transformers import not_split
 FORWARD, REUSE, GRAPH, STEP = "forward", "reuse", "graph", "step"
 """Claims of a unit: a forward runs; another is expected soon; a graph may need it at any time, until a backward has
 ended; others may use its memory at any time, until the step."""
-RUNS = "_zerosync_runs"  # in the __dict__ of a module with parameters: whether a forward that uses them is running
+RUNNING = "_zerosync_running"  # in the __dict__ of a module with parameters: a forward that uses them is running
 
 
 class Unit:
@@ -44,7 +44,7 @@ class Unit:
         runs: how many of its forwards are running.
         claims: why its values stay: :data:`FORWARD`, :data:`REUSE`, :data:`GRAPH`, :data:`STEP`, and the ids of the
             autograd graph tasks (backwards) that have reached it and not left it. They are one claim of its records.
-        marks: the attributes of its modules that have parameters, in which :data:`RUNS` says whether one is.
+        marks: the attributes of its modules that have parameters, in which :data:`RUNNING` says whether one is.
         held: the runs in which it is gathered, if all its parameters are held until the step; else ``None``.
         pending: it has not waited for these runs in this window, or some stream may still have to wait for them.
     """
@@ -54,12 +54,12 @@ class Unit:
         self.marks = [vars(each) for each in (module.modules() if is_whole else [module]) if vars(each)["_parameters"]]
         self.params = sorted(params, key=zero3.param_id)
         self.numel = sum(map(zero3.full_numel, self.params))
-        self.runs = 0
+        self.running = 0
         self.claims: set[Any] = set()
         self.held: list[Any] | None = None
         self.pending = True
         for attributes in self.marks:
-            attributes[RUNS] = False
+            attributes[RUNNING] = False
 
     def __deepcopy__(self, memo: Any) -> Unit:
         return self  # for a copied module (unit_hooks.py)
@@ -84,7 +84,7 @@ class Unit:
 
     def unmark(self) -> None:
         for attributes in self.marks:
-            attributes.pop(RUNS, None)
+            attributes.pop(RUNNING, None)
 
 
 class Units:

@@ -31,7 +31,7 @@ from torch import nn
 
 from zerosync_strategy.core.engine import compilation, zero3
 from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use
-from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
+from zerosync_strategy.core.params.intercepted import Alias, Entry, UnshardedParameter, unsharded
 from zerosync_strategy.core.params.values import ParameterValues, of_placeholder
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__: placeholders by parameter name
@@ -161,7 +161,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
         # A trace must not see a parameter that its module's hooks do not keep unsharded: it may be resharded,
         # and its gradient, a full one, would not have its shape.
         if (
-            module._zerosync_runs
+            module._zerosync_running
             and name in module._zerosync_placeholders
             and name in module._parameters  # it is registered anew by what removes a parametrization
             and type(param := module._parameters[name])
@@ -186,10 +186,10 @@ def _read_eagerly(module: Any, name: str, param: Any) -> Any:
     placeholder = vars(module)[_PLACEHOLDERS].get(name)
     if placeholder is None or not (values := of_placeholder(placeholder)[0]).is_asked:
         return param
-    memory = values.memory(param)
+    memory = values.read(param)
     if memory.in_place and not is_at_rest(param):
         return param
-    return unsharded(values.differentiable(param, memory.full), memory, Read)
+    return unsharded(values.differentiable(param, memory.full), memory, UnshardedParameter)
 
 
 # ---- the operator ------------------------------------------------------------------------------------------------
