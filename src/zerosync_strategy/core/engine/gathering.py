@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.torch_internals import for_training
 from zerosync_strategy.core.engine.transitions import arrive, memory_of, restore_versions, unshard
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 
-FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
+FlatAllGather = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]
 """Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""
-AllGather = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Any, int], Callable[[], object]]
+AllGather = Callable[[list[torch.Tensor], list[torch.Tensor], dist.ProcessGroup, int], Callable[[], object]]
 """Called with this rank's shards, for each the memory of all ranks' shards, all flat, a process group and the bytes
 of that memory; returns a function that waits."""
 _KIND = "all_gather_into_tensor"  # as counted
@@ -40,7 +42,7 @@ def backends_all_gather(count: Any) -> AllGather:
     is_plain = zero.is_plain(backend)
 
     def send(
-        shards: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], process_group: Any, nbytes: int
+        shards: list[torch.Tensor], rows: list[torch.Tensor], process_group: dist.ProcessGroup, nbytes: int
     ) -> Callable[[], object]:
         if not is_plain or log.enabled:
             works = []
@@ -66,7 +68,7 @@ def counted_all_gather(counter: Any) -> FlatAllGather:
 
     stock = partition_parameters._dist_allgather_fn
 
-    def all_gather(shard: torch.Tensor, of_all: torch.Tensor, process_group: Any) -> Any:
+    def all_gather(shard: torch.Tensor, of_all: torch.Tensor, process_group: dist.ProcessGroup) -> Any:
         counter.add(_KIND, of_all.nbytes, process_group)
         return stock(shard, of_all, process_group)
 
@@ -77,7 +79,7 @@ def one_by_one(all_gather: FlatAllGather) -> AllGather:
     """Return an all-gather of a single tensor as one of several."""
 
     def send(
-        shards: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], process_group: Any, nbytes: int
+        shards: list[torch.Tensor], rows: list[torch.Tensor], process_group: dist.ProcessGroup, nbytes: int
     ) -> Callable[[], object]:
         (own,), (of_all,) = shards, rows
         wait: Callable[[], object] = all_gather(own, of_all, process_group).wait
@@ -96,7 +98,7 @@ class Arrival:
     __slots__ = ("columns", "params", "received", "rows", "wait")
 
     def __init__(
-        self, params: list[Any], rows: list[torch.Tensor], columns: list[int], received: torch.Tensor | None,
+        self, params: list[Zero3Parameter], rows: list[torch.Tensor], columns: list[int], received: torch.Tensor | None,
         wait: Callable[[], object],
     ) -> None:  # fmt: skip
         self.params, self.rows, self.columns, self.received, self.wait = params, rows, columns, received, wait
@@ -152,11 +154,17 @@ class ShardGather:
         params: as an arrival has them: first those that are gathered in place, of which there are ``in_place_count``.
     """
 
-    def __init__(self, params: list[Any], dtype: torch.dtype, process_group: Any, is_native: bool = False) -> None:
+    def __init__(
+        self,
+        params: list[Zero3Parameter],
+        dtype: torch.dtype,
+        process_group: dist.ProcessGroup,
+        is_native: bool = False,
+    ) -> None:
         self._dtype, self._device, self._group = dtype, params[0].device, process_group
         self._world_size, self._rank = dist.get_world_size(process_group), dist.get_rank(process_group)
 
-        def lies_in_place(param: Any) -> bool:
+        def lies_in_place(param: Zero3Parameter) -> bool:
             row_bytes = zero3.shard_numel(param) * dtype.itemsize
             return is_native and zero3.shard_dtype(param) is dtype and row_bytes % ROW_BYTES == 0
 
@@ -194,7 +202,7 @@ class ShardGather:
         shards: list[torch.Tensor] = []
         memory, received = rows, None
         for place, param in enumerate(self._in_place):
-            shard = param.ds_tensor
+            shard: torch.Tensor = param.ds_tensor
             if shard.device != self._device:  # on the host
                 own = rows[place].view(self._world_size, -1)[self._rank]
                 shard = own.copy_(shard, non_blocking=True)
@@ -205,7 +213,7 @@ class ShardGather:
             shards.append(own)
             if self._padded > self._width:
                 received, own = received[:, : self._width], own[: self._width]
-            packed = [param.ds_tensor for param in self._packed]
+            packed: list[torch.Tensor] = [param.ds_tensor for param in self._packed]
             torch._foreach_copy_(own.split_with_sizes(self._columns), packed, non_blocking=True)  # from the host, too
         return received, all_gather(shards, memory, self._group, self._nbytes)
 
@@ -218,7 +226,7 @@ class ShardGather:
 
 
 @for_training
-def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
+def gather_copied(param: Zero3Parameter, shard: torch.Tensor) -> torch.Tensor:
     """Return the values of ``param`` from copies of the shards on all ranks; ``shard`` is this rank's. Collective."""
     from deepspeed.runtime.zero import partition_parameters
 
@@ -232,7 +240,7 @@ def gather_copied(param: Any, shard: torch.Tensor) -> torch.Tensor:
 
 
 def from_host(
-    values: Mapping[Any, list[torch.Tensor]], rows: list[torch.Tensor], wait: Callable[[], object]
+    values: Mapping[Zero3Parameter, list[torch.Tensor]], rows: list[torch.Tensor], wait: Callable[[], object]
 ) -> Arrival:
     """Return an arrival of parameters that this rank has in full on the host: nothing is sent.
 
@@ -246,7 +254,7 @@ def from_host(
 
 
 @for_training
-def by_deepspeed(params: Sequence[Any], in_storage: bool = True) -> Callable[[Any], None]:
+def by_deepspeed(params: Sequence[Zero3Parameter], in_storage: bool = True) -> Callable[[Any], None]:
     """Gather ``params``, of one process group, as DeepSpeed does; return a function that waits and sets their values.
 
     It takes the current stream. For shards that are on disk, quantized, of hpZ, or on this rank alone. ``in_storage``:
@@ -275,11 +283,11 @@ def by_deepspeed(params: Sequence[Any], in_storage: bool = True) -> Callable[[An
     return copy_out
 
 
-def _is_on_device(param: Any) -> bool:
+def _is_on_device(param: Zero3Parameter) -> bool:
     return zero3.has_plain_shard(param) and bool(param.ds_tensor.device == param.device)
 
 
-def released_after_empty(params: Iterable[Any]) -> list[Any]:
+def released_after_empty(params: Iterable[Zero3Parameter]) -> list[Any]:
     """Gather the released parameters without elements, which DeepSpeed skips, to fail later; return the others."""
     released = zero3.released(params)
     for param in released:
@@ -290,14 +298,14 @@ def released_after_empty(params: Iterable[Any]) -> list[Any]:
     return [param for param in released if param.ds_numel > 0]
 
 
-def gathers_plainly(engine: Any) -> bool:
+def gathers_plainly(engine: DeepSpeedEngine) -> bool:
     """Return whether DeepSpeed gathers several parameters by one all-gather of their values."""
     config = config_of(engine)
     one_by_one = contract.has(deepspeed_internals.SEQUENTIAL_GATHERS) and config.allgather_sequential
     return not (config.use_all_reduce_for_fetch_params or config.zero_quantized_weights or one_by_one)
 
 
-def config_of(engine: Any) -> Any:
+def config_of(engine: DeepSpeedEngine) -> Any:
     """Return the ``zero_optimization`` section of the configuration, with DeepSpeed's names and defaults."""
     return engine._config.zero_config
 
@@ -309,7 +317,7 @@ def gathering_by(all_gather: FlatAllGather) -> AbstractContextManager[None]:
     return replaced(partition_parameters, "_dist_allgather_fn", all_gather)
 
 
-def is_leaf(module: Any) -> bool:
+def is_leaf(module: nn.Module) -> bool:
     """Return whether the program has made ``module`` a leaf module, which DeepSpeed gathers as a whole."""
     from deepspeed.utils import z3_leaf_module
 

@@ -30,6 +30,7 @@ import torch
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.torch_internals import internal
+from zerosync_strategy.core.engine.types import Zero3Parameter
 
 
 class State(enum.Enum):
@@ -132,7 +133,7 @@ class Record:
         changes: knows whether gradients of its engine have gone (``misused_gradients.py``); ``None``: none ever has.
     """
 
-    def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
+    def __init__(self, param: Zero3Parameter, name: str, owner: Any, group: Any) -> None:
         self.param, self.name, self.owner, self.group = param, name, owner, group
         self.order: tuple[int, int] = group.index, param.ds_id
         self.bits = self.writes = self.writes_found = self.gathers = 0
@@ -261,11 +262,11 @@ def settle(records: Iterable[Record]) -> None:
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
 
 
-def record_of(param: Any) -> Record:
+def record_of(param: Zero3Parameter) -> Record:
     return param._zerosync_record
 
 
-def is_in_use(param: Any) -> bool:
+def is_in_use(param: Zero3Parameter) -> bool:
     """Return whether ``param`` has its values and keeps them for a reader's backward.
 
     True for held and persistent parameters, and for a unit's parameters while its forward runs. Without gradients, no
@@ -289,7 +290,7 @@ def is_in_use(param: Any) -> bool:
     )
 
 
-def is_at_rest(param: Any) -> bool:
+def is_at_rest(param: Zero3Parameter) -> bool:
     """Return whether operations on ``param`` are intercepted; true also until the host sees its gather complete."""
     record = getattr(param, "_zerosync_record", None)
     return record is not None and param.__class__ is not record.own_class

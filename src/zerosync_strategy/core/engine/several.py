@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
 from zerosync_strategy.core.engine.patches import Stock, interpose
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, ZeroOptimizer
 
 _FIRST = "_zerosync_first"  # in the __dict__ of an engine that has only some parameters of a module
 
@@ -38,7 +39,7 @@ def parameter_tree(module: nn.Module, parameters: Collection[nn.Parameter]) -> n
     return tree
 
 
-def restrict(engine: Any, tree: nn.Module, first: Any) -> None:
+def restrict(engine: DeepSpeedEngine, tree: nn.Module, first: Any) -> None:
     """Restrict ``engine`` to the parameters of ``tree``; ``first`` is the engine of the whole module.
 
     On ZeRO-1 and 2, an engine touches only the parameters of its optimizer. On ZeRO-3, its step would release and
@@ -60,7 +61,7 @@ def restrict(engine: Any, tree: nn.Module, first: Any) -> None:
     vars(engine)[_FIRST] = first  # vars(): must not become a submodule
 
 
-def first_of(engine: Any) -> Any:
+def first_of(engine: DeepSpeedEngine) -> Any:
     """Return the engine of the whole module, whose hooks run, even if ``engine`` has only some of its parameters."""
     return vars(engine).get(_FIRST, engine)
 
@@ -82,7 +83,7 @@ def requiring_grad(parameters: Collection[nn.Parameter], value: bool) -> Iterato
             param.requires_grad_(not value)
 
 
-def show_parameters(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+def show_parameters(optimizer: ZeroOptimizer, groups: Sequence[Sequence[nn.Parameter]]) -> None:
     """Make ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, instead of flat partitions.
 
     ``toggle_optimizer``, and code that freezes or inspects parameters through their optimizer, then works. The

@@ -6,10 +6,17 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from deepspeed import DeepSpeedEngine as DeepSpeedEngine
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Zero3Optimizer
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero12Optimizer
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    ZeroOptimizer = Zero12Optimizer | Zero3Optimizer
+    Zero12Optimizer, Zero3Optimizer = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
+    ZeroOptimizer = DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3
+
+    class Zero3Shard(torch.Tensor):
+        """This rank's shard of a parameter, flat and padded."""
+
+        ds_numel: int
+        final_location: Any  # DeepSpeed's enum; None: in memory
 
     class Zero3Parameter(torch.nn.Parameter):
         """A parameter that ZeRO-3 shards; ``zero3.is_sharded()`` tells. Its ``data`` has no elements while sharded."""
@@ -17,11 +24,15 @@ if TYPE_CHECKING:
         ds_id: int
         ds_numel: int
         ds_shape: torch.Size
-        ds_tensor: torch.Tensor  # this rank's shard, flat
+        ds_tensor: Zero3Shard
         ds_status: Any  # DeepSpeed's enum
         ds_persist: bool
         ds_active_sub_modules: set[int]
         ds_process_group: dist.ProcessGroup
+        all_gather: Any  # three functions that DeepSpeed sets
+        all_gather_coalesced: Any
+        partition: Any
+        _zerosync_record: Any  # a Record, of an attached engine
 
 else:  # annotations are not evaluated; these names are for imports
     DeepSpeedEngine = Zero3Optimizer = Zero12Optimizer = ZeroOptimizer = Zero3Parameter = Any

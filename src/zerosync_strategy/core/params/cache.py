@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import PHASE, SHARDED, STEPS, UNSHARDED, WINDOW, Record, settle
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.engine.transitions import claim, divide_anew, drop, reshard, sort_out
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.issuing import ParameterGather, arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -50,7 +50,7 @@ class HeldChunk:
 
     index: int
     group: int
-    params: list[Any]
+    params: list[Zero3Parameter]
     issued: bool = False
 
 
@@ -80,7 +80,7 @@ class ParameterCache:
             unit.held = None
         self._scheduler.before_read = None
 
-    def end_window(self, params: Iterable[Any]) -> None:
+    def end_window(self, params: Iterable[nn.Parameter]) -> None:
         """Start a new window: a step has resharded ``params``, except those that it does not change."""
         records = [param._zerosync_record for param in params]
         self.plan.drop([record for record in records if not record.bits & STEPS])
@@ -227,7 +227,7 @@ class ParameterCache:
         self._issue(self._chunks_of(records))
         arrived(records)
 
-    def before_read(self, params: Iterable[Any]) -> None:
+    def before_read(self, params: Iterable[Zero3Parameter]) -> None:
         """Issue the chunks of ``params`` for a reader that no hook serves."""
         if self._steps:
             return  # at its end DeepSpeed gathers persistent parameters; the rest of their chunk is not needed

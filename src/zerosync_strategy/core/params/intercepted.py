@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zerosync_strategy.core.engine import compilation, patches, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.failures import misused_gradients
 from zerosync_strategy.core.params.state_entries import (
     CONVERSIONS,
@@ -102,7 +103,7 @@ class _AtRest(_Sharded):
 class Alias(_Sharded, torch.Tensor):
     """Another tensor for a sharded parameter: ``p.data`` and ``p.detach()``, without its gradient; ``p.view_as(p)``."""
 
-    zerosync_param: Any
+    zerosync_param: Zero3Parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

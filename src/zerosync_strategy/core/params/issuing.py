@@ -20,6 +20,7 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.transitions import arrive, memory_of
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.matching import BegunCollectives, GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
@@ -122,7 +123,7 @@ class Issuing:
     """
 
     def __init__(
-        self, engine: Any, streams: Streams, gather_streams: list[Any], host: HostCache | None,
+        self, engine: DeepSpeedEngine, streams: Streams, gather_streams: list[Any], host: HostCache | None,
         node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
@@ -141,7 +142,7 @@ class Issuing:
         return partial(self.streams.caller_waits_for, [group.stream])
 
     @contextmanager
-    def gathering(self, group: GatherGroup, params: list[Any], noted: bool = False) -> Iterator[int]:
+    def gathering(self, group: GatherGroup, params: list[Zero3Parameter], noted: bool = False) -> Iterator[int]:
         """Around the issue of the gather of ``params``, all of one group; yields its tag.
 
         Off NCCL, it matches only the same gather of other ranks. On NCCL, the ranks compare later what they have
@@ -188,7 +189,7 @@ class Issuing:
         """Note the gather that has just been issued on NCCL, for errors."""
         note_launch(communicator, self._device, activity)
 
-    def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> GatherActivity:
+    def activity(self, group: GatherGroup, params: Sequence[Zero3Parameter], reader: str = "") -> GatherActivity:
         """Return the activity of a rank that gathers ``params``; its text is made only for an error."""
         return GatherActivity(self.names, zero3.param_ids(params), group.ranks, reader)
 
@@ -336,7 +337,12 @@ def tagged_all_gather(group: GatherGroup, counter: SentCounter, tag: int) -> gat
 
 
 def _all_gather(
-    nodes: Nodes | None, counter: SentCounter, tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any
+    nodes: Nodes | None,
+    counter: SentCounter,
+    tag: int,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    process_group: dist.ProcessGroup,
 ) -> InFlight:
     rows = target.view(dist.get_world_size(process_group), -1)
     own = rows[dist.get_rank(process_group)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from zerosync_strategy.core.comm.messages import Messages
@@ -15,6 +15,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import hooks, patches, zero, zero3
 from zerosync_strategy.core.engine.parameter import CONTEXT, Record
 from zerosync_strategy.core.engine.several import first_of
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.options.config import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
@@ -37,8 +38,8 @@ class ModuleParameters:
     """
 
     def __init__(
-        self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
-        is_constant: Callable[[Any], bool],
+        self, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
+        is_constant: Callable[[Zero3Parameter], bool],
     ) -> None:  # fmt: skip
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
@@ -68,8 +69,8 @@ class ModuleParameters:
 
     @classmethod
     def of(
-        cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
-        is_constant: Callable[[Any], bool],
+        cls, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
+        is_constant: Callable[[Zero3Parameter], bool],
     ) -> ModuleParameters:  # fmt: skip
         """Return the :class:`ModuleParameters` of the module of ``engine``, and count one more engine that uses it.
 
@@ -137,7 +138,7 @@ class ModuleParameters:
         self.values.written(by_step)
 
 
-def _require_ungathered(engine: Any) -> None:
+def _require_ungathered(engine: DeepSpeedEngine) -> None:
     """Raise ``ValueError`` if an attached engine with its own hooks gathers a parameter of ``engine``."""
     for name, param in engine.module.named_parameters():
         if "_zerosync_record" in param.__dict__:
@@ -153,7 +154,7 @@ def _require_ungathered(engine: Any) -> None:
 
 
 @contextmanager
-def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
+def full_parameters(engine: DeepSpeedEngine, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
     """While active, ``parameters`` (by default all) are full, and what is written to them is kept. Collective.
 
     Those that a context around this one has gathered are its: it writes them back.
@@ -166,12 +167,12 @@ def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None
         yield
 
 
-def _is_in_context(param: Any) -> bool:
+def _is_in_context(param: nn.Parameter) -> bool:
     record = getattr(param, "_zerosync_record", None)
     return record is not None and bool(record.bits & CONTEXT)
 
 
-def _gathered(params: list[Any], modifier_rank: int | None = None) -> AbstractContextManager[None]:
+def _gathered(params: list[nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager[None]:
     from deepspeed import zero as deepspeed_zero
 
     gathered: AbstractContextManager[None] = deepspeed_zero.GatheredParameters(params, modifier_rank=modifier_rank)
@@ -191,14 +192,14 @@ def let_average() -> None:
 
 
 def _init(
-    stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module, *args: Any, **kwargs: Any
+    stock: Callable[..., None], average: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
     if problem := copy_problem(model):
         raise ValueError(f"AveragedModel() {problem}")
     stock(average, model, *args, **kwargs)
 
 
-def _update_parameters(stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module) -> None:
+def _update_parameters(stock: Callable[..., None], average: AveragedModel, model: nn.Module) -> None:
     if not any(map(zero3.is_sharded, model.parameters())):
         return stock(average, model)
     activity = rank_status().activity("AveragedModel.update_parameters()", lambda: "between two steps")
@@ -206,7 +207,7 @@ def _update_parameters(stock: Callable[..., None], average: AveragedModel, model
         stock(average, model)
 
 
-def copy_problem(model: torch.nn.Module) -> str:
+def copy_problem(model: nn.Module) -> str:
     """Return why ``model`` cannot be copied to average it, as the predicate of a sentence; empty if it can."""
     if not any(map(zero3.is_sharded, model.parameters())):
         return ""
@@ -217,6 +218,6 @@ def copy_problem(model: torch.nn.Module) -> str:
     )
 
 
-def readable(parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+def readable(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """While active, ``parameters`` are full; those that a caller has gathered stay gathered. Collective."""
     return _gathered([param for param in parameters if not zero3.is_gathered(param)])

@@ -21,6 +21,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.torch_internals import for_training
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.engine.zero import in_chunks
 from zerosync_strategy.core.failures.doing import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
@@ -54,7 +55,7 @@ class GatherScheduler:
     """
 
     def __init__(
-        self, engine: Any, streams: Streams, messages: Messages, groups: Mapping[dist.ProcessGroup, GatherGroup],
+        self, engine: DeepSpeedEngine, streams: Streams, messages: Messages, groups: Mapping[dist.ProcessGroup, GatherGroup],
         host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self._messages = messages
@@ -106,7 +107,7 @@ class GatherScheduler:
         for reach in self.in_backward:
             reach(behind)
 
-    def values_in_shards(self, param: Any) -> None:
+    def values_in_shards(self, param: Zero3Parameter) -> None:
         """Record that the caller's stream has written a gathered ``param`` to its shards, with changes or without.
 
         Copies of it are then renewed, because ranks do not tell each other that they are invalid.
@@ -123,7 +124,7 @@ class GatherScheduler:
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
-    def issue(self, params: Iterable[Any]) -> list[ParameterGather]:
+    def issue(self, params: Iterable[Zero3Parameter]) -> list[ParameterGather]:
         """All-gather the sharded parameters among ``params``, in the order of U1. The first wait sets their values.
 
         Call it in ``zero3.as_it_is()``, and outside of the program's dispatch modes.
@@ -143,7 +144,7 @@ class GatherScheduler:
                 self._shards.issue(request, issued)
         return issued
 
-    def _requests_for(self, params: Sequence[Any]) -> list[GatherRequest]:
+    def _requests_for(self, params: Sequence[Zero3Parameter]) -> list[GatherRequest]:
         """Return ``params`` by process group, in the order of gathers. Cached, because units are gathered often."""
         ids = zero3.param_ids(params)
         if ids in self._requests:
@@ -153,14 +154,14 @@ class GatherScheduler:
         found = self._requests[ids] = [self._shards.request(*of_group) for of_group in self.in_order(params)]
         return found
 
-    def in_order(self, params: Iterable[Any]) -> Iterator[tuple[GatherGroup, list[Any]]]:
+    def in_order(self, params: Iterable[Zero3Parameter]) -> Iterator[tuple[GatherGroup, list[Any]]]:
         """Yield ``params`` by process group, in the order of groups, and within a group in the order of ids (U1)."""
         records = sorted({param._zerosync_record for param in params}, key=attrgetter("order"))
         for group, members in groupby(records, attrgetter("group")):
             yield group, [record.param for record in members]
 
     def chunks(
-        self, params: Iterable[Any], unit_of: Mapping[Any, object] | None = None
+        self, params: Iterable[Zero3Parameter], unit_of: Mapping[Zero3Parameter, object] | None = None
     ) -> Iterator[tuple[int, list[list[Any]]]]:
         """Yield the place of each process group in the order of gathers, and ``params`` in chunks for one gather each.
 
@@ -191,7 +192,7 @@ class GatherScheduler:
                 if gather is not None:
                     gather.join()
 
-    def gather_and_wait(self, params: Iterable[Any]) -> None:
+    def gather_and_wait(self, params: Iterable[Zero3Parameter]) -> None:
         """Gather ``params`` for a ``GatheredParameters`` context, or at the end of a step. Collective.
 
         DeepSpeed would treat parameters in flight as gathered, read them too early, and fail when it reshards them.
@@ -210,7 +211,7 @@ class GatherScheduler:
             with issuing.count.of_context(), issuing.status.activity(request.activity):
                 self._shards.gather_for_context(request)
 
-    def shard(self, param: Any) -> torch.Tensor | None:
+    def shard(self, param: Zero3Parameter) -> torch.Tensor | None:
         """Return this rank's shard of ``param``, with its present values; ``None`` if it has none."""
         if not self.is_plain(param) or zero3.full_numel(param) == 0:
             return None
@@ -224,7 +225,7 @@ class GatherScheduler:
                 self.streams.host_waits_for_caller()
             return shard
 
-    def unshard(self, param: Any) -> torch.Tensor:
+    def unshard(self, param: Zero3Parameter) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader that no hook serves. Collective."""
         self.arrive(param)
         if zero3.is_released(param):
@@ -233,7 +234,7 @@ class GatherScheduler:
         return full
 
     @for_training
-    def values(self, params: list[Any], reader: str = "") -> list[torch.Tensor]:
+    def values(self, params: list[Zero3Parameter], reader: str = "") -> list[torch.Tensor]:
         """Return the values of ``params``, of one process group, in memory of the caller's own. Collective.
 
         The parameters keep their state. ``reader`` names the reader in errors.
@@ -253,10 +254,10 @@ class GatherScheduler:
                 unsharded.free_with(full, zero3.full_bytes(param))
             return values
 
-    def _values_of_released(self, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
+    def _values_of_released(self, params: list[Zero3Parameter], reader: str) -> dict[Zero3Parameter, torch.Tensor]:
         self.streams.caller_waits_for_writes(self._gather_streams)
         group = params[0]._zerosync_record.group
-        values: dict[Any, torch.Tensor] = {}
+        values: dict[Zero3Parameter, torch.Tensor] = {}
         with self.issuing.status.activity(self.issuing.activity(group, params, reader)):
             for source in (*self._nearer, self._shards):
                 if left := [param for param in params if param not in values]:

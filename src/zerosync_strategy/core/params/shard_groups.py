@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerosync_strategy.core.comm.collectives import backend_for, is_native, new_group
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero, zero3
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.matching import GatherDigest
 
 
@@ -48,7 +50,7 @@ class shard_over:  # named as a function, like torch.no_grad
         ValueError: this rank is not in the group, the mesh has several dimensions, or a module is sharded already.
     """
 
-    def __init__(self, process_group: Any, *modules: torch.nn.Module) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, *modules: torch.nn.Module) -> None:
         refuse_nested_init()
         self._group = _group_of(process_group)
         self._hook: Any = None
@@ -71,7 +73,7 @@ class shard_over:  # named as a function, like torch.no_grad
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
 
-    def _registered(self, module: torch.nn.Module, name: str, param: Any) -> None:
+    def _registered(self, module: torch.nn.Module, name: str, param: Zero3Parameter) -> None:
         if isinstance(param, torch.nn.Parameter) and not zero3.is_sharded(param):
             self._mark(param)
 
@@ -98,7 +100,7 @@ def _refuse_other_ranks(inner: Any, outer: Any) -> None:
         )
 
 
-def layout_problem(module: Any, everyone: Any) -> str:
+def layout_problem(module: nn.Module, everyone: Any) -> str:
     """Return what is wrong with how ZeRO-3 shards ``module`` over ``everyone`` and its subgroups; empty if nothing."""
     ranks_by_group: dict[Any, list[int]] = {}
     for name, param in module.named_parameters():
@@ -130,7 +132,7 @@ def layout_problem(module: Any, everyone: Any) -> str:
     return ""
 
 
-def _group_of(process_group: Any) -> Any:
+def _group_of(process_group: dist.ProcessGroup) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(process_group, DeviceMesh):
@@ -175,7 +177,7 @@ class GatherGroup:
         is_tagged: gathers of different parameters do not match.
     """
 
-    process_group: Any
+    process_group: dist.ProcessGroup
     communicator: Any
     index: int
     ranks: str
@@ -195,7 +197,9 @@ class GatherGroup:
                 dist.destroy_process_group(self.communicator)
 
 
-def gather_groups(engine: Any, topology: Topology, streams: Streams, separate: bool) -> dict[Any, GatherGroup]:
+def gather_groups(
+    engine: DeepSpeedEngine, topology: Topology, streams: Streams, separate: bool
+) -> dict[Any, GatherGroup]:
     """Return the groups of the engine's parameters, by process group, in the order of gathers.
 
     ``separate``: on NCCL, each gathers over a communicator without reductions. Collective then.
@@ -220,7 +224,7 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, separate: b
     return groups
 
 
-def _order(process_group: Any) -> tuple[Any, ...]:
+def _order(process_group: dist.ProcessGroup) -> tuple[Any, ...]:
     """Return the sort key of a group: larger groups first, and all rows of a mesh before or after all its columns."""
     ranks = dist.get_process_group_ranks(process_group)
     return -len(ranks), [rank - ranks[0] for rank in ranks], ranks

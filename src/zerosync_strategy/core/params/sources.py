@@ -16,6 +16,7 @@ from zerosync_strategy.core.comm.collectives import phase
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import record_of, settle
 from zerosync_strategy.core.engine.transitions import arrive, unshard
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.matching import GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity
 from zerosync_strategy.core.params.copies import gather_node_shards
@@ -35,7 +36,7 @@ class GatherRequest:
     """
 
     def __init__(
-        self, group: GatherGroup, params: list[Any], gathers: _Gathers | None,
+        self, group: GatherGroup, params: list[Zero3Parameter], gathers: _Gathers | None,
         activity: GatherActivity,
     ) -> None:  # fmt: skip
         self.group, self.params, self.gathers, self.activity = group, params, gathers, activity
@@ -63,9 +64,9 @@ class GatherSource(ABC):
             common = (self._issuing, request.group, records, Activity(self._issuing.status, activity), arrival.wait)
             issued.append(ParameterGather(*common, arrival.copy_out, arrival.packed))
 
-    def values(self, request: GatherRequest) -> dict[Any, torch.Tensor]:
+    def values(self, request: GatherRequest) -> dict[Zero3Parameter, torch.Tensor]:
         """Return the values of the parameters of ``request`` that this source has, in memory of the caller's own."""
-        values: dict[Any, torch.Tensor] = {}
+        values: dict[Zero3Parameter, torch.Tensor] = {}
         for arrival, _ in self._send(request, True):
             arrival.wait()
             values.update(arrival.values())
@@ -115,18 +116,18 @@ class ShardsOfNode(GatherSource):
 class AllShards(GatherSource):
     """The shards of all ranks, from which every parameter can be gathered. What arrives may be kept in node shards."""
 
-    def __init__(self, issuing: Issuing, engine: Any) -> None:
+    def __init__(self, issuing: Issuing, engine: DeepSpeedEngine) -> None:
         super().__init__(issuing)
         self._all_gather = gathering.backends_all_gather(issuing.count)
         self._gathers_plainly = gathering.gathers_plainly(engine)
 
-    def is_plain(self, param: Any) -> bool:
+    def is_plain(self, param: Zero3Parameter) -> bool:
         """Return whether several ranks shard ``param``, in memory and not quantized."""
         record = param._zerosync_record
         return self._gathers_plainly and record.plain and record.group.digest is not None
 
     def request(
-        self, group: GatherGroup, params: list[Any], dtype_of: Callable[[Any], torch.dtype] = zero3.gather_dtype,
+        self, group: GatherGroup, params: list[Zero3Parameter], dtype_of: Callable[[Zero3Parameter], torch.dtype] = zero3.gather_dtype,
         reader: str = "",
     ) -> GatherRequest:  # fmt: skip
         activity, status = self._issuing.activity, self._issuing.status
@@ -192,7 +193,7 @@ class AllShards(GatherSource):
             common = (issuing, group, list(map(record_of, request.params)), activity, issuing.waiting_for(group))
             issued.append(ParameterGather(*common, arrive, (), keeps=False))
 
-    def values(self, request: GatherRequest) -> dict[Any, torch.Tensor]:
+    def values(self, request: GatherRequest) -> dict[Zero3Parameter, torch.Tensor]:
         if request.gathers is not None:
             return super().values(request)
         with self._issuing.gathering(request.group, request.params):
@@ -212,7 +213,9 @@ class AllShards(GatherSource):
                 settle(records)
 
 
-def _by_dtype(params: Iterable[Any], dtype_of: Callable[[Any], torch.dtype]) -> Iterable[list[Any]]:
+def _by_dtype(
+    params: Iterable[Zero3Parameter], dtype_of: Callable[[Zero3Parameter], torch.dtype]
+) -> Iterable[list[Any]]:
     by_dtype: dict[torch.dtype, list[Any]] = {}
     for param in params:
         by_dtype.setdefault(dtype_of(param), []).append(param)

@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
@@ -39,6 +40,7 @@ from zerosync_strategy.core.engine.hooks import SavedTensorHooks, hookable, hook
 from zerosync_strategy.core.engine.parameter import MODULE, SHARDED, UNSHARDED, Record, settle
 from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.engine.transitions import claim_for_unit, drop, drop_for_unit
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -87,7 +89,9 @@ class Call:
 class UnitHooks:
     """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`."""
 
-    def __init__(self, engine: Any, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache
+    ) -> None:
         self._root, self._units = engine.module, units
         self._scheduler, self._cache = scheduler, cache
         self._streams = scheduler.issuing.streams
@@ -127,7 +131,7 @@ class UnitHooks:
 
     # ---- forwards ------------------------------------------------------------------------------------------------
 
-    def _forward_begins(self, unit: Unit, module: Any, args: Any) -> None:
+    def _forward_begins(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if module is not unit.module:
             return  # a copy, with parameters of its own
         if self._streams.has_graphs:
@@ -156,7 +160,7 @@ class UnitHooks:
             if self.saved_tensors.is_used and not is_recomputed and torch.is_grad_enabled():
                 call.hooks = hooked(partial(self._unpacks, call))
 
-    def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
+    def _forward_ends(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended its forward
         call, task = self._calls.pop(), torch._C._current_graph_task_id()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerosync_strategy.core.engine.patches import replaced
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.params.units import Unit
 
 END = 2**62
@@ -73,7 +74,7 @@ class UnitOrder:
         if self._counts:
             self._ended[unit] = [*self._ended[unit], self._calls] if unit in self._ended else [self._calls]
 
-    def reads(self, param: Any) -> None:
+    def reads(self, param: Zero3Parameter) -> None:
         """Record that ``param`` is read outside of the units that gather it."""
         if self._counts and torch._C._current_graph_task_id() == -1 and not self._is_over:
             self._read.setdefault(param, self._calls)

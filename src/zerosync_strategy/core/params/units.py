@@ -29,6 +29,7 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.torch_internals import untransformed
 from zerosync_strategy.core.engine.transformers import not_split
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 
 FORWARD, REUSE, GRAPH, STEP = "forward", "reuse", "graph", "step"
 """Claims of a unit: a forward runs; another is expected soon; a graph may need it at any time, until a backward has
@@ -49,7 +50,7 @@ class Unit:
         pending: it has not waited for these runs in this window, or some stream may still have to wait for them.
     """
 
-    def __init__(self, module: nn.Module, params: Iterable[Any], is_whole: bool) -> None:
+    def __init__(self, module: nn.Module, params: Iterable[Zero3Parameter], is_whole: bool) -> None:
         self.module = module
         self.marks = [vars(each) for each in (module.modules() if is_whole else [module]) if vars(each)["_parameters"]]
         self.params = sorted(params, key=zero3.param_id)
@@ -98,7 +99,7 @@ class Units:
         most_bytes: bytes of the largest of them.
     """
 
-    def __init__(self, engine: Any, names: Collection[str]) -> None:
+    def __init__(self, engine: DeepSpeedEngine, names: Collection[str]) -> None:
         module, config = engine.module, gathering.config_of(engine)
         classes = {type(each).__name__ for each in module.modules()}
         if unknown := [name for name in names if name not in classes]:
@@ -181,5 +182,5 @@ def _is_whole(module: nn.Module) -> bool:
     return len(owners) > 1
 
 
-def _sum(of: Callable[[Any], int], module: nn.Module) -> int:
+def _sum(of: Callable[[Zero3Parameter], int], module: nn.Module) -> int:
     return sum(map(of, filter(zero3.is_sharded, module.parameters())))

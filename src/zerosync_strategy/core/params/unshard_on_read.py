@@ -31,6 +31,7 @@ from torch import nn
 
 from zerosync_strategy.core.engine import compilation, zero3
 from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.params.intercepted import Alias, Entry, UnshardedParameter, unsharded
 from zerosync_strategy.core.params.values import ParameterValues, of_placeholder
 
@@ -40,7 +41,7 @@ _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__: placeholders
 class UnshardOnRead:
     """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered."""
 
-    def __init__(self, engine: Any, values: ParameterValues) -> None:
+    def __init__(self, engine: DeepSpeedEngine, values: ParameterValues) -> None:
         self._values = values
         self._handles: list[Any] = []
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of parameters that have properties
@@ -99,7 +100,7 @@ class _Placeholders(dict[str, Any]):
         return _Placeholders()
 
 
-def _is_sharded(param: Any) -> bool:
+def _is_sharded(param: Zero3Parameter) -> bool:
     return zero3.is_sharded(param) and zero3.full_numel(param) > 0
 
 
@@ -146,7 +147,7 @@ def _property(name: str, traced: _Traced) -> property:
     return property(_reader(name, traced), replace, delete)
 
 
-def _replacement(module: Any, name: str) -> Any:
+def _replacement(module: nn.Module, name: str) -> Any:
     if name not in module.__dict__:
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
     return module.__dict__[name]
@@ -182,7 +183,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     return read
 
 
-def _read_eagerly(module: Any, name: str, param: Any) -> Any:
+def _read_eagerly(module: nn.Module, name: str, param: Zero3Parameter) -> Any:
     placeholder = vars(module)[_PLACEHOLDERS].get(name)
     if placeholder is None or not (values := of_placeholder(placeholder)[0]).is_asked:
         return param

@@ -11,6 +11,7 @@ from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import param_functions, zero3
 from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of
 from zerosync_strategy.core.engine.torch_internals import outside_of_transforms
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.failures.errors import HANDLE
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
@@ -115,7 +116,7 @@ class ParameterValues:
             record.flags = {}
             record.writes_found += changed
 
-    def generation(self, param: Any) -> int:
+    def generation(self, param: Zero3Parameter) -> int:
         """Return a number that grows whenever the values of ``param`` may have changed."""
         record = record_of(param)
         if record.flags:
@@ -127,12 +128,12 @@ class ParameterValues:
         """Whether a forward or a backward is running, which may read."""
         return self._hooks.call is not None or in_backward()
 
-    def read(self, param: Any) -> GatheredValues:
+    def read(self, param: Zero3Parameter) -> GatheredValues:
         """Return the values of ``param``: its own memory if it is in use, else gathered values. Collective."""
         with outside_of_transforms():
             return self._read(param)
 
-    def _read(self, param: Any) -> GatheredValues:
+    def _read(self, param: Zero3Parameter) -> GatheredValues:
         call = self._hooks.call
         # Activation checkpointing may stop a recomputed forward early, without a call of the hook at its end.
         reads: dict[Any, GatheredValues] = {} if call is None or in_backward() else call.reads
@@ -160,12 +161,12 @@ class ParameterValues:
                 del reads[next(iter(reads))]
         return found
 
-    def assign(self, param: Any, value: torch.Tensor) -> None:
+    def assign(self, param: Zero3Parameter, value: torch.Tensor) -> None:
         """Do what ``param.data = value`` means; raise ``ValueError`` if shape, dtype or device differ."""
         self._check_alike(param, value)
         self.write_back(param, value.detach())
 
-    def _check_alike(self, param: Any, value: torch.Tensor) -> None:
+    def _check_alike(self, param: Zero3Parameter, value: torch.Tensor) -> None:
         expected, found = (
             f"{shape} of {of.dtype} on {of.device}"
             for shape, of in ((zero3.full_shape(param), param), (tuple(value.shape), value))
@@ -177,7 +178,7 @@ class ParameterValues:
                 " anew."
             )
 
-    def write_back(self, param: Any, full: torch.Tensor) -> None:
+    def write_back(self, param: Zero3Parameter, full: torch.Tensor) -> None:
         """Set the values of ``param`` to ``full``: each rank writes its own shard, and the gathered values, if any.
 
         Raise ``RuntimeError`` if this rank's shard is not in memory, is quantized, or exists twice.
@@ -200,14 +201,14 @@ class ParameterValues:
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    def differentiable(self, param: Any, full: torch.Tensor) -> torch.Tensor:
+    def differentiable(self, param: Zero3Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return the values ``full`` of ``param`` as a tensor whose gradient goes to it."""
         self.expect_gradient(param)
         # Gradients add up where graphs meet: for other traces at the placeholder, under ZeRO-3 at the parameter.
         with outside_of_transforms():
             return _GradientToParameter.apply(param, full)  # type: ignore[no-untyped-call]
 
-    def placeholder(self, param: Any) -> torch.Tensor:
+    def placeholder(self, param: Zero3Parameter) -> torch.Tensor:
         """Return the tensor for ``param`` in graphs: in its shape, without memory, and always the same one.
 
         Its gradient is added to the parameter's own.
@@ -249,7 +250,7 @@ class ParameterValues:
         )
 
 
-def _write_shard(param: Any) -> None:
+def _write_shard(param: Zero3Parameter) -> None:
     """Copy this rank's part of the gathered values to its shard; the host does not wait."""
     if (pair := zero3.shard_pair(param)) is not None:
         shard, part = pair
@@ -260,7 +261,7 @@ class _GradientToParameter(torch.autograd.Function):
     """A stand-in for a parameter; its gradient goes to the parameter's own node and adds to those of other uses."""
 
     @staticmethod
-    def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, param: Zero3Parameter, instead: torch.Tensor) -> torch.Tensor:
         ctx.param = param
         return instead.view_as(instead)
 
@@ -283,7 +284,9 @@ class GatheredValues:
         generation: when these were its values; see :meth:`ParameterValues.generation`.
     """
 
-    def __init__(self, values: ParameterValues, param: Any, full: torch.Tensor, in_place: bool = False) -> None:
+    def __init__(
+        self, values: ParameterValues, param: Zero3Parameter, full: torch.Tensor, in_place: bool = False
+    ) -> None:
         self._values, self.param, self.full, self.in_place = values, param, full, in_place
         self.generation = values.generation(param)
 
