@@ -81,7 +81,7 @@ def _shard(stock: Callable[[Any, Any], None], init: Any, param: Any) -> None:
 class _StorageView(NamedTuple):
     """The elements of its storage that a tensor has, in units of its own elements."""
 
-    tensor: weakref.ref[Any]
+    tensor: weakref.ref[torch.Tensor]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     first: int
@@ -139,7 +139,7 @@ def prepare_to_shard(param: nn.Parameter) -> None:
 
 def sharing(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the names of two tensors of ``module`` that shared memory, if one is trained; they may be equal."""
-    tensors: Iterable[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
+    tensors: Iterable[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     names = {id(tensor): name for name, tensor in tensors}
     for name, tensor in tensors:
         other = tensor.__dict__.get(_SHARES, lambda: None)()
@@ -149,7 +149,7 @@ def sharing(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
             yield names[id(other)], name
 
 
-def _has_memory(tensor: Any) -> bool:
+def _has_memory(tensor: torch.Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
     return is_plain and (tensor.numel() > 0 or hasattr(tensor, "ds_id"))  # a released one is empty, in its own storage
 

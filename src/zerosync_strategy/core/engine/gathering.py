@@ -110,9 +110,9 @@ class Arrival:
         ]
         return own if self.received is None else [*own, *self.received.split(self.columns, -1)]
 
-    def values(self) -> list[tuple[Any, torch.Tensor]]:
+    def values(self) -> list[tuple[Zero3Parameter, torch.Tensor]]:
         """Return each parameter with its values in its own shape and dtype, for the caller to keep."""
-        values: list[tuple[Any, torch.Tensor]] = []
+        values: list[tuple[Zero3Parameter, torch.Tensor]] = []
         for param, shards in zip(self.params, self.shards(), strict=True):
             # A range of columns is a strided view, which cannot be sent as bytes.
             full = shards.contiguous().view(-1)[: param.ds_numel].view(param.ds_shape)
@@ -120,12 +120,12 @@ class Arrival:
         return values
 
     @property
-    def packed(self) -> list[Any]:
+    def packed(self) -> list[Record]:
         """The records of the parameters that are received in memory of the gather's."""
         return [param._zerosync_record for param in self.params[len(self.rows) :]]
 
     @for_training
-    def copy_out(self, stream: Any) -> None:
+    def copy_out(self, stream: torch.Stream | None) -> None:
         """Set the parameters to their values, on the current ``stream``, in memory of its if they have none yet."""
         if self.received is not None:
             received = self.received
@@ -254,7 +254,7 @@ def from_host(
 
 
 @for_training
-def by_deepspeed(params: Sequence[Zero3Parameter], in_storage: bool = True) -> Callable[[Any], None]:
+def by_deepspeed(params: Sequence[Zero3Parameter], in_storage: bool = True) -> Callable[[torch.Stream | None], None]:
     """Gather ``params``, of one process group, as DeepSpeed does; return a function that waits and sets their values.
 
     It takes the current stream. For shards that are on disk, quantized, of hpZ, or on this rank alone. ``in_storage``:
@@ -266,7 +266,7 @@ def by_deepspeed(params: Sequence[Zero3Parameter], in_storage: bool = True) -> C
 
     @for_training
     @torch.no_grad()
-    def copy_out(stream: Any) -> None:
+    def copy_out(stream: torch.Stream | None) -> None:
         if not is_alone:
             handle.wait()
         for param in params:
@@ -287,7 +287,7 @@ def _is_on_device(param: Zero3Parameter) -> bool:
     return zero3.has_plain_shard(param) and bool(param.ds_tensor.device == param.device)
 
 
-def released_after_empty(params: Iterable[Zero3Parameter]) -> list[Any]:
+def released_after_empty(params: Iterable[Zero3Parameter]) -> list[Zero3Parameter]:
     """Gather the released parameters without elements, which DeepSpeed skips, to fail later; return the others."""
     released = zero3.released(params)
     for param in released:
@@ -324,7 +324,7 @@ def is_leaf(module: nn.Module) -> bool:
     return bool(z3_leaf_module(module))
 
 
-def parameters_of(module: Any, is_whole: bool) -> list[Any]:
+def parameters_of(module: Any, is_whole: bool) -> list[nn.Parameter]:
     """Return the parameters of ``module``, if ``is_whole`` also of its submodules, and registered external ones."""
     registered = (param for _, param in module.ds_external_parameters())
     return list(dict.fromkeys([*module.parameters(recurse=is_whole), *registered]))

@@ -77,7 +77,7 @@ def _use_plain_linear() -> None:
     """Replace the code of DeepSpeed's linear function, because programs refer to the function object."""
     from deepspeed.runtime.zero import linear
 
-    def zero3_linear_wrap(input: Any, weight: Any, bias: Any = None) -> Any:
+    def zero3_linear_wrap(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch._C._nn.linear(input, weight, bias)
 
     if patches.is_installed(patches.LINEAR):
@@ -112,7 +112,9 @@ def leave_sharded(engine: DeepSpeedEngine) -> None:
 class GradientHooks:
     """One hook on each of ``params``, until :meth:`remove`, in place of DeepSpeed's on parameters and leaf modules."""
 
-    def __init__(self, optimizer: ZeroOptimizer, hooks: Iterable[tuple[Any, Callable[[Any], None]]]) -> None:
+    def __init__(
+        self, optimizer: ZeroOptimizer, hooks: Iterable[tuple[nn.Parameter, Callable[[nn.Parameter], None]]]
+    ) -> None:
         stock = [*optimizer._grad_acc_hooks, *getattr(optimizer, "_leaf_module_hooks", ())]
         self._stock = [
             (of, handle.id, of.pop(handle.id)) for handle in stock if handle.id in (of := handle.hooks_dict_ref() or {})
@@ -143,7 +145,7 @@ class GradientHooks:
         return moved
 
 
-def _register(param: nn.Parameter, hook: Callable[[Any], None]) -> Any:
+def _register(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
     requires_grad = param.requires_grad  # it may be frozen for a while
     param.requires_grad_(True)
     handle = param.register_post_accumulate_grad_hook(hook)
@@ -151,7 +153,7 @@ def _register(param: nn.Parameter, hook: Callable[[Any], None]) -> Any:
     return handle
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_ours(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("zerosync_strategy.")
 
 
@@ -223,7 +225,7 @@ def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor, tensor._version
 
 
-def _without_ours(stock: Any) -> Any:
+def _without_ours(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of ``disable_saved_tensors_hooks``, by which transforms of torch.func refuse any hooks."""
 
     @contextmanager

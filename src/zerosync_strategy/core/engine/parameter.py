@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -84,18 +84,39 @@ _BRIEF = MODULE | CONTEXT
 STATUSES: dict[str, Any] = {}  # DeepSpeed's statuses, by name
 
 
-class _Modules(set[Any]):
+class Gather(Protocol):
+    """A gather that was issued (``params/issuing.py``)."""
+
+    is_done: bool
+    event: torch.Event | None
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+class Unit(Protocol):
+    """A module whose parameters are gathered together (``params/units.py``)."""
+
+    claims: set[str | int]
+    running: int
+
+
+class _Modules(set[int]):
     """DeepSpeed's set of modules that use a parameter, for engines that are not attached."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record.param.ds_active_sub_modules)
         self.record = record
 
-    def add(self, module: Any) -> None:
+    def add(self, module: int) -> None:
         set.add(self, module)
         self.record.param.__class__ = self.record.own_class
 
-    def discard(self, module: Any) -> None:
+    def discard(self, module: object) -> None:
         set.discard(self, module)
         self.record.settle()
 
@@ -137,11 +158,11 @@ class Record:
         self.param, self.name, self.owner, self.group = param, name, owner, group
         self.order: tuple[int, int] = group.index, param.ds_id
         self.bits = self.writes = self.writes_found = self.gathers = 0
-        self.gather: Any = None
-        self.flags: dict[Any, torch.Tensor] = {}
+        self.gather: Gather | None = None
+        self.flags: dict[torch.Stream | None, torch.Tensor] = {}
         self.watched = self.hold = False
         self.plain = zero3.has_plain_shard(param)
-        self.units: tuple[Any, ...] = ()
+        self.units: tuple[Unit, ...] = ()
         self.storage: Any = None  # a UnitStorage
         self.rows: Any = None
         self.full: Any = None

@@ -39,7 +39,7 @@ def parameter_tree(module: nn.Module, parameters: Collection[nn.Parameter]) -> n
     return tree
 
 
-def restrict(engine: DeepSpeedEngine, tree: nn.Module, first: Any) -> None:
+def restrict(engine: DeepSpeedEngine, tree: nn.Module, first: DeepSpeedEngine) -> None:
     """Restrict ``engine`` to the parameters of ``tree``; ``first`` is the engine of the whole module.
 
     On ZeRO-1 and 2, an engine touches only the parameters of its optimizer. On ZeRO-3, its step would release and
@@ -61,7 +61,7 @@ def restrict(engine: DeepSpeedEngine, tree: nn.Module, first: Any) -> None:
     vars(engine)[_FIRST] = first  # vars(): must not become a submodule
 
 
-def first_of(engine: DeepSpeedEngine) -> Any:
+def first_of(engine: DeepSpeedEngine) -> DeepSpeedEngine:
     """Return the engine of the whole module, whose hooks run, even if ``engine`` has only some of its parameters."""
     return vars(engine).get(_FIRST, engine)
 

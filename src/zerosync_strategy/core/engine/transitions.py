@@ -215,7 +215,7 @@ class UnitStorage:
                 record.full = record.rows[: record.param.ds_numel].view(record.param.ds_shape)
         self.records, self.memory, self.nbytes = records, memory.untyped_storage(), memory.nbytes
         del memory
-        self.owner: Any = None
+        self.owner: torch.Stream | None = None
         self.inside, self.has_bytes, self._on_host = 0, True, device.type == "cpu"
         self._references = self._count_references()
 
@@ -239,13 +239,15 @@ class UnitStorage:
             record.storage = record.rows = record.full = None
 
 
-def memory_of(records: Sequence[Record], stream: Any, gathered: Sequence[Record] = ()) -> list[Any]:
+def memory_of(
+    records: Sequence[Record], stream: torch.Stream | None, gathered: Sequence[Record] = ()
+) -> list[torch.Tensor]:
     """Return the memory of the values, flat and padded, for a gather to fill. It belongs to the current ``stream``.
 
     ``gathered``: all that the gather gathers, if there is more.
     """
     storage: Any = None
-    rows: list[Any] = []
+    rows: list[torch.Tensor] = []
     for record in records:  # without calls for each
         if record.storage is None:
             _divide([each for each in gathered or records if each.storage is None])
@@ -272,7 +274,7 @@ def divide_anew(records: Iterable[Record]) -> None:
 
 def _divide(records: Iterable[Record]) -> None:
     """Make the storages of ``records``, of one gather."""
-    shared: dict[Any, list[Record]] = {}
+    shared: dict[object, list[Record]] = {}
     for record in records:
         param = record.param
         lives = record.hold, param.ds_persist, param.requires_grad, param.ds_tensor.dtype

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 from zerosync_strategy.core.engine.patches import replaced
@@ -27,7 +28,7 @@ class MasterShard:
     """
 
     flat: torch.Tensor
-    slices: Sequence[tuple[Any, int, int]]
+    slices: Sequence[tuple[nn.Parameter, int, int]]
 
 
 def stage(engine: DeepSpeedEngine) -> int:
@@ -75,7 +76,7 @@ def needs_every_gradient(engine: DeepSpeedEngine) -> bool:
     return not engine._config.zero_config.ignore_unused_parameters
 
 
-def stepping_optimizer(engine: DeepSpeedEngine) -> Any:
+def stepping_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     """Return the torch optimizer that steps this rank's flat shards."""
     return engine.optimizer.optimizer
 
@@ -114,7 +115,7 @@ def _instead(current: Any, stock: Any) -> Any:
     return current
 
 
-def is_plain(backend: Any) -> bool:
+def is_plain(backend: object) -> bool:
     """Return whether DeepSpeed's ``backend`` adds only host work and a log to torch's collectives.
 
     For some devices, it communicates in another way.
@@ -153,11 +154,11 @@ def messenger() -> Any:
     return comm if contract.has(deepspeed_internals.ASYNC_MESSAGES) else comm_backend()
 
 
-def data_parallel_group(optimizer: ZeroOptimizer) -> Any:
+def data_parallel_group(optimizer: ZeroOptimizer) -> dist.ProcessGroup:
     return optimizer.dp_process_group
 
 
-def process_groups(engine: DeepSpeedEngine) -> list[Any]:
+def process_groups(engine: DeepSpeedEngine) -> list[dist.ProcessGroup]:
     """Return the process groups over which ``engine`` shards parameters, gradients or states."""
     optimizer = engine.optimizer
     if stage(engine) == 3:

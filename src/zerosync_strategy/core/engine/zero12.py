@@ -105,7 +105,7 @@ def master(optimizer: Zero12Optimizer, index: int) -> Any:
     return optimizer.single_partition_of_fp32_groups[index]
 
 
-def params_in_order(optimizer: Zero12Optimizer, index: int) -> list[Any]:
+def params_in_order(optimizer: Zero12Optimizer, index: int) -> list[nn.Parameter]:
     """Return the parameters of one group in the order in which the program gave them to its optimizer."""
     return list(optimizer.bit16_groups[index])
 
@@ -150,7 +150,7 @@ def relink_states(optimizer: Zero12Optimizer) -> None:
     optimizer._hp_optimizer_states_linked = False
 
 
-def counted_in_norm(optimizer: Zero12Optimizer, params: Sequence[nn.Parameter]) -> Sequence[Any]:
+def counted_in_norm(optimizer: Zero12Optimizer, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
     """Return the ``params`` that this rank counts in a norm. The first tensor-parallel rank counts replicated ones.
 
     Parameters that are divided over tensor-parallel ranks have one of Megatron's marks.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,13 @@ from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 from zerosync_strategy.core.engine.types import Zero3Parameter
+
+
+class _OfParameter(Protocol):
+    param: Zero3Parameter
+
+
+_Record = TypeVar("_Record", bound=_OfParameter)
 
 
 def is_sharded(param: object) -> TypeGuard[Zero3Parameter]:
@@ -73,7 +80,7 @@ def is_gathered(param: Any) -> bool:
         return True
 
 
-def is_left_sharded(param: Any) -> bool:
+def is_left_sharded(param: nn.Parameter) -> bool:
     """Return whether ``param`` has no values and no attached engine that could gather them."""
     return is_sharded(param) and full_numel(param) > 0 and param.numel() == 0 and "_zerosync_record" not in vars(param)
 
@@ -94,7 +101,7 @@ def least_status(params: Iterable[Zero3Parameter]) -> str:
     return least
 
 
-def released(params: Iterable[Zero3Parameter]) -> list[Any]:
+def released(params: Iterable[Zero3Parameter]) -> list[Zero3Parameter]:
     found: list[Zero3Parameter] = []
     for param in params:  # no calls
         if param.ds_status._name_ == "NOT_AVAILABLE":
@@ -102,15 +109,17 @@ def released(params: Iterable[Zero3Parameter]) -> list[Any]:
     return found
 
 
-def gathered(records: Iterable[Any]) -> list[Any]:
-    found: list[Zero3Parameter] = []
+def gathered(records: Iterable[_Record]) -> list[_Record]:
+    found: list[_Record] = []
     for record in records:  # no calls
         if record.param.ds_status._name_ == "AVAILABLE":
             found += (record,)
     return found
 
 
-def by_values(params: Iterable[Zero3Parameter]) -> tuple[list[Any], list[Any], list[Any]]:
+def by_values(
+    params: Iterable[Zero3Parameter],
+) -> tuple[list[Zero3Parameter], list[Zero3Parameter], list[Zero3Parameter]]:
     """Return those of ``params`` that have their values, of these the ones in another shape, and the others."""
     found: list[Zero3Parameter] = []
     reshaped: list[Zero3Parameter] = []
@@ -186,7 +195,7 @@ def shard_numel(param: Any) -> int:
     return int(param.ds_tensor.ds_numel)
 
 
-def own_range(param: Zero3Parameter) -> tuple[int, int]:
+def own_range(param: Any) -> tuple[int, int]:
     """Return where this rank's shard of ``param`` begins in the flat parameter, and its elements without padding."""
     size = shard_numel(param)
     start = min(param.ds_process_group.rank() * size, full_numel(param))
@@ -206,7 +215,7 @@ def shard_pairs(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return :func:`shard_pair` of each of ``params`` that has one."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    ranks: dict[Any, int] = {}
+    ranks: dict[dist.ProcessGroup, int] = {}
     for param in params:  # few calls
         group, size, shard = param.ds_process_group, param.ds_tensor.ds_numel, param.ds_tensor.data
         if group not in ranks:
@@ -289,7 +298,7 @@ def shard_over(param: Any, group: dist.ProcessGroup) -> None:
     param.ds_optim_param = True
 
 
-def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
+def wrap_zero_init(check: Callable[[dist.ProcessGroup, dist.ProcessGroup], None]) -> None:
     """Call ``check(inner group, outer group)`` when a ``zero.Init`` of this process is entered inside another.
 
     Only if the inner one is enabled and has a process group of fewer than all ranks.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero3
@@ -16,19 +16,19 @@ from zerosync_strategy.core.engine.types import Zero3Optimizer, Zero3Parameter
 from zerosync_strategy.core.engine.zero import MasterShard, offloads, step_torch_optimizer, sum_of_squares
 
 
-def param_groups(optimizer: Zero3Optimizer) -> list[list[Any]]:
+def param_groups(optimizer: Zero3Optimizer) -> list[list[Zero3Parameter]]:
     """Return the parameters of the optimizer, by DeepSpeed's groups."""
     return optimizer.fp16_groups
 
 
-def gradient_group(optimizer: Zero3Optimizer, param: Zero3Parameter) -> Any:
+def gradient_group(optimizer: Zero3Optimizer, param: Zero3Parameter) -> dist.ProcessGroup:
     """Return the process group whose ranks each have a shard of the gradient of ``param``."""
     if not contract.has(deepspeed_internals.PARAM_GROUP):
         return optimizer.dp_process_group
     return optimizer._get_param_partition_group(param)
 
 
-def averaging_divisor(optimizer: Zero3Optimizer, params: list[nn.Parameter], world_size: int) -> float:
+def averaging_divisor(optimizer: Zero3Optimizer, params: Sequence[nn.Parameter], world_size: int) -> float:
     """Return the divisor for a sum of the gradients of ``params`` over ``world_size`` ranks."""
     if not contract.has(deepspeed_internals.AVERAGED_RANKS):
         return float(world_size)
@@ -82,7 +82,7 @@ def scales_gradients(optimizer: Zero3Optimizer) -> bool:
     return bool(optimizer.loss_scale != 1 or optimizer.clip_grad > 0)
 
 
-def step_factor(optimizer: Zero3Optimizer, norm: torch.Tensor) -> Any:
+def step_factor(optimizer: Zero3Optimizer, norm: torch.Tensor) -> float | torch.Tensor:
     """Return the factor for gradients of this ``norm``, to undo the loss scale and to clip."""
     scale = optimizer.loss_scale
     if optimizer.clip_grad > 0:
@@ -157,7 +157,7 @@ def _reshard(param: Zero3Parameter) -> None:
         record.settle()
 
 
-def flat_master_weights(optimizer: Zero3Optimizer) -> list[Any]:
+def flat_master_weights(optimizer: Zero3Optimizer) -> list[torch.Tensor]:
     """Return the master weights that the optimizer steps, by sub-group."""
     return list(optimizer.fp32_partitioned_groups_flat)
 
@@ -185,7 +185,7 @@ class JointStep:
 
     def __init__(self, optimizer: Zero3Optimizer) -> None:
         self._optimizer = optimizer
-        self._gradients: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor | None] = []
 
     def ready(self, index: int) -> None:
         """Take the gradient of sub-group ``index``, which DeepSpeed has ready; with the last one, step."""
@@ -222,9 +222,9 @@ def master_shards(optimizer: Zero3Optimizer) -> list[MasterShard]:
     return masters
 
 
-def torch_groups(optimizer: Zero3Optimizer) -> list[list[Any]]:
+def torch_groups(optimizer: Zero3Optimizer) -> list[list[Zero3Parameter]]:
     """Return the parameters of the optimizer, by the groups of its torch optimizer."""
-    groups: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+    groups: list[list[Zero3Parameter]] = [[] for _ in optimizer.optimizer.param_groups]
     for index, params in enumerate(optimizer.fp16_groups):
         groups[optimizer.sub_group_to_group_id[index]] += params
     return groups

@@ -18,7 +18,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import PHASE, SHARDED, STEPS, UNSHARDED, WINDOW, Record, settle
@@ -29,29 +29,12 @@ from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.issuing import ParameterGather, arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.units import Unit
+from zerosync_strategy.core.params.units import HeldChunk, Unit
 
 RECEIVED = 2
 """Receive buffers that the gathers of held parameters may use at a time."""
 AHEAD = 2
 """Chunks to gather ahead if not all parameters are held."""
-
-
-@dataclass
-class HeldChunk:
-    """Held parameters that are gathered by one message.
-
-    Attributes:
-        index: among all chunks; the chunks of a process group are contiguous.
-        group: the index of the process group in the order of gathers (U1).
-        params: in the order in which they were built.
-        issued: in this window, the gather of what was sharded has been issued.
-    """
-
-    index: int
-    group: int
-    params: list[Zero3Parameter]
-    issued: bool = False
 
 
 class ParameterCache:
@@ -80,7 +63,7 @@ class ParameterCache:
             unit.held = None
         self._scheduler.before_read = None
 
-    def end_window(self, params: Iterable[nn.Parameter]) -> None:
+    def end_window(self, params: Iterable[Any]) -> None:
         """Start a new window: a step has resharded ``params``, except those that it does not change."""
         records = [param._zerosync_record for param in params]
         self.plan.drop([record for record in records if not record.bits & STEPS])

@@ -55,10 +55,10 @@ class Copies(ABC, Generic[Values]):
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self._copies: dict[Any, _Copy[Values]] = {}
+        self._copies: dict[Zero3Parameter, _Copy[Values]] = {}
         self.now = self.peak_bytes = 0
-        self._at_begin: dict[Any, int | None] = {}  # the copies that were valid when the window began
-        self.chosen: set[Any] | None = None
+        self._at_begin: dict[Zero3Parameter, int | None] = {}  # the copies that were valid when the window began
+        self.chosen: set[Zero3Parameter] | None = None
 
     def may_have(self, param: Zero3Parameter) -> bool:
         return True
@@ -129,7 +129,7 @@ class Copies(ABC, Generic[Values]):
 
 def fitting(
     params: Iterable[Zero3Parameter], room: int | None, bytes_of: Callable[[Zero3Parameter], int] = zero3.full_bytes
-) -> list[Any]:
+) -> list[Zero3Parameter]:
     """Return the parameters of ``params``, in order, that fit into ``room`` bytes; all if it is ``None``."""
     chosen = []
     for param in params:

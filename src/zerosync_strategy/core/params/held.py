@@ -118,7 +118,7 @@ class HoldPlan:
         shards = self._in_budget
         return shards.bytes_of(param) if shards is not None and self._is_plain(param) else 0
 
-    def _saving(self) -> list[Any]:
+    def _saving(self) -> list[Zero3Parameter]:
         """Return the parameters that are gathered more than once per window, in falling order of what they save."""
         constants = set(self.constants)
         # The order must be the same on all ranks; ids are.
@@ -144,7 +144,7 @@ class HoldPlan:
             copies.choose(chosen, filter(copies.may_have, leaving))
             others = [param for param in others if param not in chosen]
 
-    def _fitting(self, params: list[Zero3Parameter], budget: int) -> list[Any]:
+    def _fitting(self, params: list[Zero3Parameter], budget: int) -> list[Zero3Parameter]:
         """Return the parameters of ``params``, in order, to hold within ``budget`` bytes.
 
         Node shards in the same budget take precedence: they save as many bytes between nodes and take less memory.

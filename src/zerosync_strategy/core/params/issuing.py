@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,7 +122,7 @@ class Issuing:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, streams: Streams, gather_streams: list[Any], host: HostCache | None,
+        self, engine: DeepSpeedEngine, streams: Streams, gather_streams: list[torch.Stream], host: HostCache | None,
         node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
@@ -214,17 +213,18 @@ class ParameterGather:
 
     def __init__(
         self, issuing: Issuing, group: GatherGroup, records: Sequence[Record], activity: Activity,
-        wait: Callable[[], object], copy_out: Callable[[Any], None] | None, packed: Sequence[Record],
+        wait: Callable[[], object], copy_out: Callable[[torch.Stream | None], None] | None, packed: Sequence[Record],
         keeps: bool = True,
     ) -> None:  # fmt: skip
         self._wait, self.is_done = wait, False
         self._error: Exception | None = None
         self._gather_streams, self._host = issuing.streams, issuing.host
-        self._stream, self._is_tagged, self.event = group.stream, group.is_tagged, None
+        self._stream, self._is_tagged = group.stream, group.is_tagged
+        self.event: torch.Event | None = None
         self._records, self._activity = records, activity
         self._copy_out, self._packed, self._keeps = copy_out, packed, keeps
         self._has_copies = issuing.host is not None or issuing.node_shards is not None
-        self.users: list[Any] = []
+        self.users: list[torch.Stream] = []
         nbytes, asked = 0, issuing.count.is_for_step
         for record in records:
             record.gather = self
@@ -319,7 +319,7 @@ class ParameterGather:
         if self.event is not None:
             self._gather_streams.share_unshard(self.event, self.users, self._memory)
 
-    def _memory(self) -> list[tuple[torch.Tensor, Any]]:
+    def _memory(self) -> list[tuple[torch.Tensor, torch.Stream | None]]:
         """Return a tensor of each storage in which the values are, and the stream that has allocated it."""
         found = {}
         with zero3.as_it_is():

@@ -44,7 +44,7 @@ class ModuleParameters:
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
         self._engines = self.times_written = 0
-        self._of: dict[Any, list[Record]] = {}  # by module: the whole one, and parts of it that have an engine
+        self._of: dict[nn.Module, list[Record]] = {}  # by module: the whole one, and parts of it that have an engine
         groups = gather_groups(engine, topology, streams, config.unshard_streams == "own_communicator")
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
@@ -120,7 +120,7 @@ class ModuleParameters:
         self.hooks.recover()
         self.cache.recover()
 
-    def release(self, module: Any) -> None:
+    def release(self, module: nn.Module) -> None:
         """Reshard the parameters of ``module`` before a step or a checkpoint; see :meth:`ParameterCache.release`."""
         if module not in self._of:
             params = set(module.parameters())
@@ -191,9 +191,7 @@ def let_average() -> None:
     patches.wrap(patches.UPDATE_AVERAGE, _update_parameters)
 
 
-def _init(
-    stock: Callable[..., None], average: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any
-) -> None:
+def _init(stock: Callable[..., None], average: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
     if problem := copy_problem(model):
         raise ValueError(f"AveragedModel() {problem}")
     stock(average, model, *args, **kwargs)

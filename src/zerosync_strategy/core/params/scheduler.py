@@ -55,8 +55,8 @@ class GatherScheduler:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, streams: Streams, messages: Messages, groups: Mapping[dist.ProcessGroup, GatherGroup],
-        host: HostCache | None, node_shards: NodeShards | None,
+        self, engine: DeepSpeedEngine, streams: Streams, messages: Messages,
+        groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self._messages = messages
         self.streams = streams
@@ -76,7 +76,7 @@ class GatherScheduler:
         streams.record_write()  # when they were built
         self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
-        self.before_read: Callable[[Iterable[Any]], None] | None = None
+        self.before_read: Callable[[Iterable[Zero3Parameter]], None] | None = None
         self._shards = AllShards(issuing, engine)
         self.is_plain = self._shards.is_plain
         self.copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
@@ -154,7 +154,7 @@ class GatherScheduler:
         found = self._requests[ids] = [self._shards.request(*of_group) for of_group in self.in_order(params)]
         return found
 
-    def in_order(self, params: Iterable[Zero3Parameter]) -> Iterator[tuple[GatherGroup, list[Any]]]:
+    def in_order(self, params: Iterable[Zero3Parameter]) -> Iterator[tuple[GatherGroup, list[Zero3Parameter]]]:
         """Yield ``params`` by process group, in the order of groups, and within a group in the order of ids (U1)."""
         records = sorted({param._zerosync_record for param in params}, key=attrgetter("order"))
         for group, members in groupby(records, attrgetter("group")):
@@ -162,7 +162,7 @@ class GatherScheduler:
 
     def chunks(
         self, params: Iterable[Zero3Parameter], unit_of: Mapping[Zero3Parameter, object] | None = None
-    ) -> Iterator[tuple[int, list[list[Any]]]]:
+    ) -> Iterator[tuple[int, list[list[Zero3Parameter]]]]:
         """Yield the place of each process group in the order of gathers, and ``params`` in chunks for one gather each.
 
         With ``unit_of``, the parameters of a unit are in one chunk, unless messages are smaller.
@@ -177,7 +177,7 @@ class GatherScheduler:
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
-    def arrive(self, *params: Any) -> None:
+    def arrive(self, *params: Zero3Parameter) -> None:
         """Make the current stream wait for ``params`` in flight, after issuing those that are to be held (U2)."""
         if self.before_read is not None:
             self.before_read(params)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from zerosync_strategy.core.comm.collectives import backend_for, is_native, new_group
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
@@ -22,6 +23,9 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero, zero3
 from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.matching import GatherDigest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class shard_over:  # named as a function, like torch.no_grad
@@ -50,10 +54,10 @@ class shard_over:  # named as a function, like torch.no_grad
         ValueError: this rank is not in the group, the mesh has several dimensions, or a module is sharded already.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, *modules: torch.nn.Module) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | DeviceMesh, *modules: torch.nn.Module) -> None:
         refuse_nested_init()
         self._group = _group_of(process_group)
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         for module in modules:
             if not isinstance(module, torch.nn.Module):
                 raise TypeError(f"shard_over() takes modules after the process group, got {type(module).__name__}.")
@@ -71,6 +75,7 @@ class shard_over:  # named as a function, like torch.no_grad
         return self
 
     def __exit__(self, *_: object) -> None:
+        assert self._hook is not None
         self._hook.remove()
 
     def _registered(self, module: torch.nn.Module, name: str, param: Zero3Parameter) -> None:
@@ -90,7 +95,7 @@ def refuse_nested_init() -> None:
     zero3.wrap_zero_init(_refuse_other_ranks)
 
 
-def _refuse_other_ranks(inner: Any, outer: Any) -> None:
+def _refuse_other_ranks(inner: dist.ProcessGroup, outer: dist.ProcessGroup) -> None:
     ranks, around = map(dist.get_process_group_ranks, (inner, outer))
     if ranks != around:
         raise ValueError(
@@ -100,9 +105,9 @@ def _refuse_other_ranks(inner: Any, outer: Any) -> None:
         )
 
 
-def layout_problem(module: nn.Module, everyone: Any) -> str:
+def layout_problem(module: nn.Module, everyone: dist.ProcessGroup) -> str:
     """Return what is wrong with how ZeRO-3 shards ``module`` over ``everyone`` and its subgroups; empty if nothing."""
-    ranks_by_group: dict[Any, list[int]] = {}
+    ranks_by_group: dict[dist.ProcessGroup, list[int]] = {}
     for name, param in module.named_parameters():
         actual = zero3.process_group(param)
         groups = everyone, actual, getattr(param, "zerosync_sharded_over", actual)
@@ -132,7 +137,7 @@ def layout_problem(module: nn.Module, everyone: Any) -> str:
     return ""
 
 
-def _group_of(process_group: dist.ProcessGroup) -> Any:
+def _group_of(process_group: object) -> dist.ProcessGroup:
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(process_group, DeviceMesh):
@@ -178,14 +183,14 @@ class GatherGroup:
     """
 
     process_group: dist.ProcessGroup
-    communicator: Any
+    communicator: dist.ProcessGroup
     index: int
     ranks: str
     digest: GatherDigest | None
     nodes: Nodes | None
     is_nccl: bool
     in_place: bool
-    stream: Any
+    stream: torch.Stream | None
 
     def __post_init__(self) -> None:
         self.is_tagged = self.digest is not None and self.digest.tagged
@@ -199,7 +204,7 @@ class GatherGroup:
 
 def gather_groups(
     engine: DeepSpeedEngine, topology: Topology, streams: Streams, separate: bool
-) -> dict[Any, GatherGroup]:
+) -> dict[dist.ProcessGroup, GatherGroup]:
     """Return the groups of the engine's parameters, by process group, in the order of gathers.
 
     ``separate``: on NCCL, each gathers over a communicator without reductions. Collective then.
@@ -210,7 +215,7 @@ def gather_groups(
     count, overlaps = min(len(process_groups), MAX_STREAMS), gathering.config_of(engine).overlap_comm
     made = streams.make_gather_streams(count, overlaps) or [None]
     is_plain = zero.is_plain(zero.comm_backend())
-    groups: dict[Any, GatherGroup] = {}
+    groups: dict[dist.ProcessGroup, GatherGroup] = {}
     for index, group in enumerate(sorted(process_groups, key=_order)):
         tagged = not (by_all_reduce or is_native(group, engine.device))
         digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
@@ -224,7 +229,7 @@ def gather_groups(
     return groups
 
 
-def _order(process_group: dist.ProcessGroup) -> tuple[Any, ...]:
+def _order(process_group: dist.ProcessGroup) -> tuple[int, list[int], list[int]]:
     """Return the sort key of a group: larger groups first, and all rows of a mesh before or after all its columns."""
     ranks = dist.get_process_group_ranks(process_group)
     return -len(ranks), [rank - ranks[0] for rank in ranks], ranks

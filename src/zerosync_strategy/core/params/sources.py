@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -127,8 +126,8 @@ class AllShards(GatherSource):
         return self._gathers_plainly and record.plain and record.group.digest is not None
 
     def request(
-        self, group: GatherGroup, params: list[Zero3Parameter], dtype_of: Callable[[Zero3Parameter], torch.dtype] = zero3.gather_dtype,
-        reader: str = "",
+        self, group: GatherGroup, params: list[Zero3Parameter],
+        dtype_of: Callable[[Zero3Parameter], torch.dtype] = zero3.gather_dtype, reader: str = "",
     ) -> GatherRequest:  # fmt: skip
         activity, status = self._issuing.activity, self._issuing.status
         gathers, over = None, (group.communicator, group.in_place)
@@ -215,8 +214,8 @@ class AllShards(GatherSource):
 
 def _by_dtype(
     params: Iterable[Zero3Parameter], dtype_of: Callable[[Zero3Parameter], torch.dtype]
-) -> Iterable[list[Any]]:
-    by_dtype: dict[torch.dtype, list[Any]] = {}
+) -> Iterable[list[Zero3Parameter]]:
+    by_dtype: dict[torch.dtype, list[Zero3Parameter]] = {}
     for param in params:
         by_dtype.setdefault(dtype_of(param), []).append(param)
     return by_dtype.values()

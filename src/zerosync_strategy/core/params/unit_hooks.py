@@ -34,13 +34,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.hooks import SavedTensorHooks, hookable, hooked, nodes_made
 from zerosync_strategy.core.engine.parameter import MODULE, SHARDED, UNSHARDED, Record, settle
 from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.engine.transitions import claim_for_unit, drop, drop_for_unit
-from zerosync_strategy.core.engine.types import DeepSpeedEngine
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -72,7 +73,7 @@ class Call:
             for attributes in unit.marks:
                 attributes[RUNNING] = True
         self.ended: int | None = None
-        self.reads: dict[Any, Any] = {}
+        self.reads: dict[Zero3Parameter, Any] = {}
         self.hooks: ExitStack | None = None
 
     def end(self, count: int) -> None:
@@ -106,7 +107,7 @@ class UnitHooks:
         self.saved_tensors = SavedTensorHooks(engine.module)
         self._count = 0  # calls that have begun, also in backwards
         self._opened, self._closes = 0, INFINITE  # backwards before this window; at its end, as expected
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
             compilation.keep_out_of_graphs(method)
         for unit in units:
@@ -122,7 +123,7 @@ class UnitHooks:
             unit.unmark()
         self._handles = []
 
-    def __deepcopy__(self, memo: Any) -> UnitHooks:
+    def __deepcopy__(self, memo: object) -> UnitHooks:
         return self  # for a copied module, whose hooks do nothing
 
     @property
@@ -131,7 +132,7 @@ class UnitHooks:
 
     # ---- forwards ------------------------------------------------------------------------------------------------
 
-    def _forward_begins(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _forward_begins(self, unit: Unit, module: nn.Module, args: object) -> None:
         if module is not unit.module:
             return  # a copy, with parameters of its own
         if self._streams.has_graphs:
@@ -160,7 +161,7 @@ class UnitHooks:
             if self.saved_tensors.is_used and not is_recomputed and torch.is_grad_enabled():
                 call.hooks = hooked(partial(self._unpacks, call))
 
-    def _forward_ends(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _forward_ends(self, unit: Unit, module: nn.Module, args: object, output: object) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended its forward
         call, task = self._calls.pop(), torch._C._current_graph_task_id()
@@ -189,7 +190,7 @@ class UnitHooks:
         if module is self._root and not unit.running and task == -1:
             self._over(self._forwards)
 
-    def _expect_uses(self, call: Call, leaves: list[Any], task: int, has_graph: bool) -> bool:
+    def _expect_uses(self, call: Call, leaves: list[object], task: int, has_graph: bool) -> bool:
         """See what may use the values after a forward, with outputs ``leaves``; return whether a backward may.
 
         Then :meth:`_backward_comes` is registered on the outputs.
@@ -238,7 +239,7 @@ class UnitHooks:
             self.saved_tensors.need()
         self._backward_comes(call, None)
 
-    def _backward_comes(self, call: Call, grad: Any) -> None:
+    def _backward_comes(self, call: Call, grad: object) -> None:
         """Gather the unit of ``call``, which a backward has reached."""
         unit, number, ended = call.unit, call.number, call.ended or 0
         task = torch._C._current_graph_task_id()
@@ -258,7 +259,7 @@ class UnitHooks:
             unit.claims |= {GRAPH}
         self._fetch(unit, self._backwards)
 
-    def _backward_passes(self, unit: Unit, grad: Any) -> None:
+    def _backward_passes(self, unit: Unit, grad: object) -> None:
         """Report that a backward has reached a call of a held unit, between units that are not held."""
         self._scheduler.backward_comes(unit)
 
@@ -396,7 +397,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _hides(leaves: Iterable[Any]) -> bool:
+def _hides(leaves: Iterable[object]) -> bool:
     """Return whether the output of a forward may refer to a tensor that is not among ``leaves``."""
     has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     return not (has_tensor and all(isinstance(leaf, _PLAIN) for leaf in leaves))

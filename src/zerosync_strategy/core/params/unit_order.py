@@ -15,7 +15,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ class UnitOrder:
         self._calls = 0
         self._began: dict[Unit, int] = {}  # the first call of each
         self._ended: dict[Unit, list[int]] = {}  # the number of calls that had begun at each end of one
-        self._read: dict[Any, int] = {}  # by parameter read outside of its unit
+        self._read: dict[Zero3Parameter, int] = {}  # by parameter read outside of its unit
         self._is_over = False  # the next call belongs to another graph
         self._counts = True
         # In the running backward:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +35,23 @@ FORWARD, REUSE, GRAPH, STEP = "forward", "reuse", "graph", "step"
 """Claims of a unit: a forward runs; another is expected soon; a graph may need it at any time, until a backward has
 ended; others may use its memory at any time, until the step."""
 RUNNING = "_zerosync_running"  # in the __dict__ of a module with parameters: a forward that uses them is running
+
+
+@dataclass
+class HeldChunk:
+    """Held parameters that are gathered by one message.
+
+    Attributes:
+        index: among all chunks; the chunks of a process group are contiguous.
+        group: the index of the process group in the order of gathers (U1).
+        params: in the order in which they were built.
+        issued: in this window, the gather of what was sharded has been issued.
+    """
+
+    index: int
+    group: int
+    params: list[Zero3Parameter]
+    issued: bool = False
 
 
 class Unit:
@@ -56,13 +73,13 @@ class Unit:
         self.params = sorted(params, key=zero3.param_id)
         self.numel = sum(map(zero3.full_numel, self.params))
         self.running = 0
-        self.claims: set[Any] = set()
-        self.held: list[Any] | None = None
+        self.claims: set[str | int] = set()
+        self.held: list[HeldChunk] | None = None
         self.pending = True
         for attributes in self.marks:
             attributes[RUNNING] = False
 
-    def __deepcopy__(self, memo: Any) -> Unit:
+    def __deepcopy__(self, memo: object) -> Unit:
         return self  # for a copied module (unit_hooks.py)
 
     @cached_property

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zerosync_strategy.core.engine import compilation, zero3
 from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use
@@ -43,7 +44,7 @@ class UnshardOnRead:
 
     def __init__(self, engine: DeepSpeedEngine, values: ParameterValues) -> None:
         self._values = values
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of parameters that have properties
         for module in engine.module.modules():
             if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # handled by another engine
@@ -80,7 +81,7 @@ class UnshardOnRead:
                 self._make_placeholders()
 
     def _make_placeholders(self) -> None:
-        self._given: list[tuple[Any, torch.Tensor]] = []  # the placeholders of modules
+        self._given: list[tuple[nn.Parameter, torch.Tensor]] = []  # the placeholders of modules
         for module in self._modules:
             placeholders = vars(module)[_PLACEHOLDERS]
             for name in [name for name in placeholders if name in module._parameters]:
@@ -96,7 +97,7 @@ class UnshardOnRead:
 class _Placeholders(dict[str, Any]):
     """Placeholders by name of the parameter. A copy of the module has ordinary parameters and needs none."""
 
-    def __deepcopy__(self, memo: Any) -> _Placeholders:
+    def __deepcopy__(self, memo: object) -> _Placeholders:
         return _Placeholders()
 
 

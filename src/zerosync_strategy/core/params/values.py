@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import param_functions, zero3
@@ -18,7 +19,9 @@ from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
 
 REMEDY = f"Do it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
 WATCHED_STEPS = 3  # first steps, in which all parameters are watched for module writes through .data
-_by_address: dict[int, tuple[ParameterValues, Any]] = {}  # address of a placeholder's memory -> its parameter
+_by_address: dict[
+    int, tuple[ParameterValues, Zero3Parameter]
+] = {}  # address of a placeholder's memory -> its parameter
 
 
 class ParameterValues:
@@ -34,7 +37,7 @@ class ParameterValues:
     ) -> None:  # fmt: skip
         self.scheduler, self._hooks, self._gathers = scheduler, hooks, gathers
         self._expected: set[Record] = set()  # may get gradients while sharded
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._steps = 0
         self._in_shards: Iterable[Record] = ()
         self._records = scheduler.records
@@ -136,7 +139,7 @@ class ParameterValues:
     def _read(self, param: Zero3Parameter) -> GatheredValues:
         call = self._hooks.call
         # Activation checkpointing may stop a recomputed forward early, without a call of the hook at its end.
-        reads: dict[Any, GatheredValues] = {} if call is None or in_backward() else call.reads
+        reads: dict[Zero3Parameter, GatheredValues] = {} if call is None or in_backward() else call.reads
         found = reads.get(param)
         if found is None or found.generation != self.generation(param):
             self.scheduler.arrive(param)
@@ -233,12 +236,12 @@ class ParameterValues:
         self._expected.add(record_of(param))
         placeholder = self.placeholder(param)
 
-        def in_shape(_: Any) -> None:
+        def in_shape(_: object) -> None:
             with zero3.as_it_is():
                 if param.numel() == 0:
                     param.data = placeholder.detach()
 
-        def as_it_was(_: Any) -> None:
+        def as_it_was(_: object) -> None:
             with zero3.as_it_is():
                 if zero3.is_released(param) and param.numel() > 0:
                     param.data = placeholder.new_empty(0)
@@ -270,7 +273,7 @@ class _GradientToParameter(torch.autograd.Function):
         return grad if ctx.param.requires_grad else None, None
 
 
-def of_placeholder(placeholder: torch.Tensor) -> tuple[ParameterValues, Any]:
+def of_placeholder(placeholder: torch.Tensor) -> tuple[ParameterValues, Zero3Parameter]:
     """Return the :class:`ParameterValues` and the parameter for which ``placeholder`` stands."""
     return _by_address[placeholder.data_ptr()]
 
