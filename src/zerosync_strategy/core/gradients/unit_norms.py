@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import phase
+from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.comm.streams import HostCopy
 from zerosync_strategy.core.gradients.shards import GradientShards
 

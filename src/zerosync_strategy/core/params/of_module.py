@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Topology
+from zerosync_strategy.core.comm.nodes import Messages, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import stock_hooks
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.several import first_of
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.gather_groups import gather_groups

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import phase
+from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import arrive, record_of, settle, unshard
-from zerosync_strategy.core.failures.matching import GatherActivity
+from zerosync_strategy.core.failures.agreement import GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity
 from zerosync_strategy.core.params.copies import gather_node_shards
 from zerosync_strategy.core.params.gather_groups import GatherGroup
