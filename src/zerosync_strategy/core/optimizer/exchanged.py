@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, largest, phase
+from zerosync_strategy.core.comm.collectives import InFlight, largest
+from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import all_to_all
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, phase
+from zerosync_strategy.core.comm.collectives import InFlight
+from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.engine import zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.engine.zero import MasterShard
 from zerosync_strategy.core.gradients.buckets import GradientBucket

@@ -16,7 +16,7 @@ import torch
 from zerosync_strategy.core.comm.collectives import all_reduce
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.engine.several import groups_of, shows_parameters
-from zerosync_strategy.core.failures.doing import Doing
+from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window, WindowState

@@ -17,7 +17,7 @@ from zerosync_strategy.core.engine import compat, zero3
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.optimizer.probe import Dependence, Scope, probe
 from zerosync_strategy.core.optimizer.stepper import STEPPED_BY_TENSOR
-from zerosync_strategy.core.options.config import WHOLE
+from zerosync_strategy.core.options import WHOLE
 
 _WHOLE_TENSORS = frozenset({
     "adafactor", "adalomo", "adamini", "adammini", "adamp", "apollo", "came", "galore", "kron", "lamb", "larc", "lars",

@@ -19,7 +19,7 @@ from zerosync_strategy.core.comm.collectives import backend_for, is_native, new_
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero, zero3
-from zerosync_strategy.core.failures.matching import GatherDigest
+from zerosync_strategy.core.failures.agreement import GatherDigest
 
 
 class shard_over:  # named as a function, like torch.no_grad
