@@ -56,7 +56,7 @@ def measure(
     from torch import nn
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from zerosync_strategy.core.budgets.automatic import ProcessGauge
+    from zerosync_strategy.core.attached.budgets import ProcessGauge
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ def _steps_uncut() -> Iterator[None]:
 
 
 def _collectives(engine: Any) -> Any:
-    from zerosync_strategy.tools.plan.process_counter import ProcessCounter
+    from zerosync_strategy.tools.plan.measures import ProcessCounter
 
     @contextmanager
     def counting() -> Any:

@@ -83,12 +83,10 @@ def measure(system: str, world_size: int, backwards: int) -> dict[str, Any]:
         import deepspeed
 
         from zerosync_strategy import attach, prepare_cpu
-        from zerosync_strategy.core.comm import messages
+        from zerosync_strategy.core.comm import nodes
 
         prepare_cpu()
-        messages.LEAST, messages.LEAST_OF_RANK = (
-            int(nbytes * shrunk) for nbytes in (messages.LEAST, messages.LEAST_OF_RANK)
-        )
+        nodes.LEAST, nodes.LEAST_OF_RANK = (int(nbytes * shrunk) for nbytes in (nodes.LEAST, nodes.LEAST_OF_RANK))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         sizes = {
             "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7,

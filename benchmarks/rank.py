@@ -25,7 +25,7 @@ from phases import Phases
 from systems import System, full, make_batches, make_system
 from tensor_memory import TensorMemory
 
-from zerosync_strategy.core.budgets import automatic
+from zerosync_strategy.core.attached import budgets
 
 _PR_SET_PDEATHSIG = 1
 
@@ -96,7 +96,7 @@ def _work(conductor: Connection, job: Job, rank: int) -> dict[str, Any]:
     make = make_lightning_system if job.system.startswith("lightning-") else make_system
     tensors = TensorMemory() if job.counts_tensors else None
     if tensors is not None:
-        automatic.gauge_of = lambda device: tensors
+        budgets.gauge_of = lambda device: tensors
     with tensors or nullcontext():
         system = make(job.system, job.model, job.accumulate)
         watched = Phases()

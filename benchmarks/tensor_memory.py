@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from zerosync_strategy.tools.plan.memory import Ledger
+from zerosync_strategy.tools.plan.measures import Ledger
 
 
 class TensorMemory(TorchDispatchMode):

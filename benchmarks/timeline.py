@@ -75,7 +75,7 @@ def measure(system: str, link: float, host: float, backwards: int) -> tuple[floa
 
     from tests.harness.racecheck.simulation import Simulation
     from zerosync_strategy import attach, prepare_cpu
-    from zerosync_strategy.core.comm import messages
+    from zerosync_strategy.core.comm import nodes
     from zerosync_strategy.core.gradients import reducer
 
     class Timed(Simulation):
@@ -134,7 +134,7 @@ def measure(system: str, link: float, host: float, backwards: int) -> tuple[floa
     torch.manual_seed(0)
     stage, options, zero = SYSTEMS[system]
     prepare_cpu()
-    messages.LEAST, messages.LEAST_OF_RANK = messages.LEAST // WIDE**2, messages.LEAST_OF_RANK // WIDE**2
+    nodes.LEAST, nodes.LEAST_OF_RANK = nodes.LEAST // WIDE**2, nodes.LEAST_OF_RANK // WIDE**2
     reducer.SMALL_BYTES //= WIDE**2
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     bucket = int(5e8) // WIDE**2

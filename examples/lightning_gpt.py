@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from zerosync_strategy import ZeroSyncStrategy
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.lightning import DeepSpeedAnyDeviceStrategy
-from zerosync_strategy.tools.plan.process_counter import ProcessCounter
+from zerosync_strategy.tools.plan.measures import ProcessCounter
 
 BATCH = 4  # pieces of text per rank and backward
 VALIDATION = 128  # pieces of text

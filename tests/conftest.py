@@ -16,7 +16,7 @@ from tests.harness.huge_pages import use_huge_pages
 @pytest.fixture(autouse=True)
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let buckets of small models be as small as their sizes say where NCCL's rules are in force, too."""
-    messages = "zerosync_strategy.core.comm.messages"  # not imported here: torch comes by tests/harness/warm.py
+    messages = "zerosync_strategy.core.comm.nodes"  # not imported here: torch comes by tests/harness/warm.py
     monkeypatch.setattr(f"{messages}.LEAST", 0)
     monkeypatch.setattr(f"{messages}.LEAST_OF_RANK", 0)
 

@@ -109,9 +109,7 @@ ROOMS = {  # each with those that it may import; any of them may import the opti
     "gradients": {"engine", "comm", "failures"},
     "params": {"engine", "comm", "failures"},
     "checkpoints": {"engine", "comm", "failures"},
-    "options": {"engine", "comm"},
     "optimizer": {"engine", "comm", "failures", "gradients"},
-    "budgets": {"engine", "comm", "gradients", "params"},
 }
 ABOVE_THE_ROOMS = {"attached"}  # imports all of them
 
@@ -125,12 +123,9 @@ def test_rooms_of_the_core_import_one_way() -> None:
     for room, below in ROOMS.items():
         for module, imported in graph.items():
             if module.startswith(f"{core}{room}."):
-                allowed = tuple(
-                    f"{core}{name}"
-                    for name in (f"{room}.", "options.config", "options.budgets", *(f"{other}." for other in below))
-                )
+                allowed = tuple(f"{core}{name}" for name in (f"{room}.", "options", *(f"{other}." for other in below)))
                 assert [name for name in imported if not name.startswith(allowed)] == [], module
-    assert graph[f"{core}options.config"] == {f"{core}options.budgets", f"{core}options.removed"}
+    assert graph[f"{core}options"] == set()
 
 
 def test_the_import_graph_has_every_import(tmp_path: Path) -> None:
@@ -179,7 +174,7 @@ def test_frameworks_do_not_import_each_other() -> None:
 
 
 # What the frontends import of the core beside `frontend.py`: options, and what their own tables and files need.
-FACADE = {"options.config", "engine.contract", "engine.patches"}
+FACADE = {"options", "engine.contract", "engine.patches"}
 
 
 def test_frameworks_see_three_modules_of_the_core() -> None:

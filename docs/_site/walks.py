@@ -84,8 +84,8 @@ UNIT = (
 
 OPTION = (
     Station("attaching.py", "attach", "attach(engine, coalesce=False)", "attach()"),
-    Station("options/config.py", "ZeroSyncConfig.resolve", "merged with the block; unknown names raise", "attach()"),
-    Station("options/config.py", "ZeroSyncConfig.__post_init__", "its value is checked", "attach()"),
+    Station("options.py", "ZeroSyncConfig.resolve", "merged with the block; unknown names raise", "attach()"),
+    Station("options.py", "ZeroSyncConfig.__post_init__", "its value is checked", "attach()"),
     Station("failures/agreement.py", "require_same", "all ranks have the same options (W4)", "attach()"),
     Station("attached/engine.py", "AttachedEngine.__init__", "the parts are made, with the options", "attach()"),
     Station("attached/flat.py", "FlatStage.check_options", "what the stage cannot do raises", "attach()"),

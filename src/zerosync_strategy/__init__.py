@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerosync_strategy.core.engine.contract import ContractError
     from zerosync_strategy.core.failures.errors import CheckpointError, RankError
     from zerosync_strategy.core.handle import ZeroSync
-    from zerosync_strategy.core.options.config import ZeroSyncConfig
+    from zerosync_strategy.core.options import ZeroSyncConfig
     from zerosync_strategy.core.params.shard_groups import shard_over
     from zerosync_strategy.core.report import StepReport
     from zerosync_strategy.fabric.strategy import ZeroSyncFabricStrategy
@@ -47,7 +47,7 @@ _HOME = {
     "RankError": "zerosync_strategy.core.failures.errors",
     "StepReport": "zerosync_strategy.core.report",
     "ZeroSync": "zerosync_strategy.core.handle",
-    "ZeroSyncConfig": "zerosync_strategy.core.options.config",
+    "ZeroSyncConfig": "zerosync_strategy.core.options",
     "ZeroSyncFabricStrategy": "zerosync_strategy.fabric",
     "ZeroSyncMonitor": "zerosync_strategy.lightning",
     "ZeroSyncPlugin": "zerosync_strategy.accelerate",

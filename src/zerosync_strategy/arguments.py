@@ -7,9 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_type_hints
 
-from zerosync_strategy.core.options.budgets import AUTO
-from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig, suggest
-from zerosync_strategy.core.options.removed import refuse_removed
+from zerosync_strategy.core.options import AUTO, BLOCK, ZeroSyncConfig, refuse_removed, suggest
 
 _PRECISIONS = {"fp16": ("16-mixed", "16-true"), "bf16": ("bf16-mixed", "bf16-true")}
 _MADE_BY_PROGRAMS = ("optimizer", "scheduler")

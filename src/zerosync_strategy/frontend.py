@@ -47,8 +47,8 @@ from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_opti
 from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group, in_full_shapes
 from zerosync_strategy.core.engine.zero3_optimizer import reload_master_weights
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
-from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError, is_communication_error
+from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import (
@@ -56,8 +56,7 @@ from zerosync_strategy.core.optimizer.problems import (
     dtype_problem,
     optimizer_problem,
 )
-from zerosync_strategy.core.options.config import ZeroSyncConfig
-from zerosync_strategy.core.options.removed import refuse_removed
+from zerosync_strategy.core.options import ZeroSyncConfig, refuse_removed
 from zerosync_strategy.core.params.module_parameters import copy_problem, readable
 from zerosync_strategy.core.params.shard_groups import refuse_nested_init
 from zerosync_strategy.core.params.state_entries import in_full

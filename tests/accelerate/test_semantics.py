@@ -16,7 +16,7 @@ from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_para
 from tests.harness.problem import WORLD, Data, adafactor, adamw, backward_of, loss_of, oracle, sgd
 from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
-from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.comm import nodes
 
 
 def step_reports(run: Run, reports: list[tuple[int, int]]) -> None:
@@ -98,7 +98,7 @@ def test_a_schedule_free_optimizer(stage: int) -> None:
 
 def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a module that all ranks run, by default options: as experts without tokens (W4)."""
-    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(400, 1))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(400, 1))
 
     def job() -> Any:
         zero = {"stage": 3, **gathered_anew(), "reduce_bucket_size": 300}  # several buckets, as of a large model

@@ -22,7 +22,7 @@ from zerosync_strategy.core.attached.engine import check_backends
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
 from zerosync_strategy.core.failures.errors import CheckpointError
-from zerosync_strategy.tools.plan.process_counter import ProcessCounter
+from zerosync_strategy.tools.plan.measures import ProcessCounter
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -14,8 +14,8 @@ from tests.harness.networks import stack
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncConfig, attach
-from zerosync_strategy.core.budgets import automatic
-from zerosync_strategy.core.budgets.automatic import (
+from zerosync_strategy.core.attached import budgets
+from zerosync_strategy.core.attached.budgets import (
     LEVELS,
     MEASURED,
     RESERVED,
@@ -97,7 +97,7 @@ def train(
         room: times the model's bytes that the limit leaves beside activations.
     """
     memory = Counted()
-    monkeypatch.setattr(automatic, "gauge_of", lambda device: memory)
+    monkeypatch.setattr(budgets, "gauge_of", lambda device: memory)
     net, plain = stack(WIDTH, LAYERS), stack(WIDTH, LAYERS)
     zero = {
         "stage3_param_persistence_threshold": WIDTH + 1, "stage3_max_live_parameters": WIDTH * WIDTH,

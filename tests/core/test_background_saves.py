@@ -20,7 +20,7 @@ from tests.harness.engines import rank
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import CheckpointError, attach
-from zerosync_strategy.core.checkpoints import background, dcp
+from zerosync_strategy.core.checkpoints import background, dcp, readers
 
 OPTIONS: dict[str, Any] = {"checkpoint_format": "distributed", "checkpoint_background": True}
 
@@ -212,7 +212,7 @@ def test_what_the_program_does_before_the_end_of_a_save(tmp_path: Path) -> None:
 
     run_ranks(run)
     assert (tmp_path / "run" / "latest").read_text() == "one"
-    assert dcp.Reader(tmp_path / "run" / "one").object(("model", "noted")) == {"steps": [1]}
+    assert readers.DCPReader(tmp_path / "run" / "one").object(("model", "noted")) == {"steps": [1]}
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -265,7 +265,7 @@ def test_what_cannot_be_read_is_said_to_be_half_loaded(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, tag="one")
         with pytest.MonkeyPatch.context() as patch:
             if rank() == 1:
-                patch.setattr(dcp.Reader, "read", full)
+                patch.setattr(readers.DCPReader, "read", full)
             text = error_of(engine.load_checkpoint, tmp_path)
         assert "rank 1: OSError" in text and "the counters may be replaced and others not" in text
         engine.load_checkpoint(tmp_path)

@@ -13,7 +13,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.networks import matrices
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.attached import bound
+from zerosync_strategy.core.attached import budgets
 
 WIDTH, LAYERS, BYTES = 8, 8, 8 * 4 * 8 * 8  # on a device, four buckets at most are in flight or kept
 SHARDED = {"stage3_param_persistence_threshold": 0}
@@ -33,7 +33,7 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
 def trained(stage: int, memory: tuple[int, int] | None, options: dict[str, Any]) -> tuple[Any, float]:
     """The last of two reports of a run on a device that has ``memory``, and its distance to the oracle."""
     zero = {"reduce_bucket_size": WIDTH * WIDTH} | (SHARDED if stage == 3 else {})
-    bound.device_memory = lambda _: memory
+    budgets.device_memory = lambda _: memory
     both = Beside(net, sgd, square_of(data), stage, zero, options)
     for _ in range(2):
         both.backward()

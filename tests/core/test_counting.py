@@ -21,7 +21,7 @@ from zerosync_strategy.core.comm.journal import SentCounter, Traffic
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.optimizer import exchanged
 from zerosync_strategy.core.params import values
-from zerosync_strategy.tools.plan.process_counter import ProcessCounter
+from zerosync_strategy.tools.plan.measures import ProcessCounter
 
 WIDTH, STEPS, BACKWARDS = 16, 4, 2
 NODE = {"device": 0, "node": "all"}

@@ -11,7 +11,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import prepare_cpu
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.tools.plan.process_counter import ProcessCounter
+from zerosync_strategy.tools.plan.measures import ProcessCounter
 
 pytestmark = pytest.mark.off_device("about gloo, and the CPU")
 

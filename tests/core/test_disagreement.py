@@ -25,8 +25,8 @@ from tests.harness.racecheck import simulate
 from tests.harness.ranks import DIED, RankOutcome, run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach, shard_over
+from zerosync_strategy.core.failures.agreement import BegunCollectives
 from zerosync_strategy.core.failures.errors import RankError
-from zerosync_strategy.core.failures.matching import BegunCollectives
 
 TIMEOUT = timedelta(seconds=3)
 SHARDED = dict.fromkeys(

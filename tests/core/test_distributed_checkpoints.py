@@ -23,7 +23,7 @@ from tests.harness.parts import STEPS, Net, batch, plain_torch, started, train_r
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.checkpoints import dcp
-from zerosync_strategy.core.checkpoints.dcp import Reader
+from zerosync_strategy.core.checkpoints.readers import DCPReader
 
 RUNS = ((2, 2), (3, 1), (1, 3), (3, 4), (2, 4), (3, 2), (3, 3), (1, 2), (2, 1))
 """Stage and ranks of each run; the next goes on where it has ended."""
@@ -166,7 +166,7 @@ def test_all_that_a_checkpoint_has_is_loaded(name: str, first: Run, second: Run,
         assert same, key
     names = {str(key[2]) for key in expected if key[:2] == ("optimizer", "state")}
     assert names == (set() if name == "no states" else {"first.weight", "first.bias", "last.weight", "last.bias"})
-    engine = Reader(tmp_path / "1").object(("engine",))
+    engine = DCPReader(tmp_path / "1").object(("engine",))
     assert engine["counters"] | {"global_samples": 0} == {
         "global_steps": 3, "global_samples": 0, "micro_steps": 3, "skipped_steps": 0
     }  # fmt: skip
@@ -175,7 +175,7 @@ def test_all_that_a_checkpoint_has_is_loaded(name: str, first: Run, second: Run,
 
 def everything(folder: Path) -> dict[Any, Any]:
     """All values of a checkpoint but those of the engine and of ranks."""
-    reader = Reader(folder)
+    reader = DCPReader(folder)
     return {key: reader.object(key) for key in reader.stored if key[0] in ("model", "optimizer")}
 
 

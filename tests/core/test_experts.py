@@ -18,7 +18,7 @@ from tests.harness.native import send_natively
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.comm import nodes
 from zerosync_strategy.core.gradients import reducer
 from zerosync_strategy.core.params import unit_order
 from zerosync_strategy.core.params.units import Unit
@@ -94,7 +94,7 @@ CASES: list[tuple[bool, str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("world", "native"), [(2, False), (2, True), (4, True)])
 def test_parameters_that_some_ranks_do_not_use(world: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By native collectives, nothing but their order on the one process group decides what meets what."""
-    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(400, 2))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(400, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", 400)
     if native:
         send_natively(monkeypatch)

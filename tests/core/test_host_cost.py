@@ -8,7 +8,7 @@ from benchmarks.host_cost import measure
 from tests.harness.extended import VALUES
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
-from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.comm import nodes
 
 pytestmark = pytest.mark.off_device("the simulation is work of the host itself")
 
@@ -87,7 +87,7 @@ def test_collectives_are_as_many_as_buckets(stage: int, world_size: int) -> None
 @pytest.mark.parametrize("system", ["2", "3-held"])
 def test_small_buckets_are_made_as_large_as_links_need(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever size the Trainer's "auto" has given them: the square of the width."""
-    monkeypatch.setattr(messages, "LEAST", 2**20)
+    monkeypatch.setattr(nodes, "LEAST", 2**20)
     found = measured(f"zerosync-{system}", 64, bucket=WIDTH**2)["collectives"]
     assert found["reduce_scatter_tensor"][0] == -(-4 * PARAMETERS // 2**20)
     assert sum(calls for kind, (calls, _) in found.items() if "all_gather" in kind) <= -(-4 * PARAMETERS // 2**20) + 1

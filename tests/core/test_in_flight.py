@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight
-from zerosync_strategy.core.comm.sums import tree_sum
+from zerosync_strategy.core.comm.collectives import InFlight, tree_sum
 
 
 class Work:

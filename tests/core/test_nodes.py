@@ -23,8 +23,8 @@ from tests.harness.releases import needs_fp16
 from tests.harness.strict import strict
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import nodes
+from zerosync_strategy.core.comm.collectives import sum_in_order
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
-from zerosync_strategy.core.comm.sums import sum_in_order
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.gradients import reducer
 

@@ -9,7 +9,7 @@ import pytest
 
 import zerosync_strategy
 from zerosync_strategy import ZeroSyncConfig, ZeroSyncFabricStrategy, ZeroSyncPlugin, ZeroSyncStrategy
-from zerosync_strategy.core.options.removed import REMOVED, SINCE
+from zerosync_strategy.core.options import REMOVED, SINCE
 
 OPTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "block": lambda given: ZeroSyncConfig.resolve(given),

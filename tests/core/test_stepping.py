@@ -16,7 +16,7 @@ from tests.harness.engines import attached_of, make_engine, rank
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.comm import nodes
 from zerosync_strategy.core.engine import zero3_optimizer
 from zerosync_strategy.core.gradients import layout, reducer
 from zerosync_strategy.core.optimizer import masters
@@ -49,7 +49,7 @@ def groups_of(net: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(200, 2))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(200, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", 200)  # as many by NCCL
     monkeypatch.setattr(masters, "STEP_NUMEL", 16)
 

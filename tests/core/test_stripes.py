@@ -18,7 +18,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import except_from
 from zerosync_strategy import attach
-from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.comm import nodes
 from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.gradients.stage12 import Stripes
 
@@ -92,7 +92,7 @@ def test_checkpoints_are_deepspeeds(kind: str, stage: int, ranks: int, tmp_path:
     zero = {"offload_optimizer": {"device": "cpu"}} if kind == "offload" else {}
 
     def run() -> None:
-        messages.WITHIN_HOST = messages.NATIVE = messages.Messages(100, 2)
+        nodes.WITHIN_HOST = nodes.NATIVE = nodes.Messages(100, 2)
         engine = make_engine(stage, config, zero)
         zerosync = attach(engine)
         stripes = [layout.stripes for layout in attached_of(zerosync).parts.reducer.layouts]
@@ -153,7 +153,7 @@ def test_states_by_blocks_are_refused() -> None:
                     self.state[param]["absmax"] = torch.ones(4)
 
     def run() -> None:
-        messages.WITHIN_HOST = messages.NATIVE = messages.Messages(100, 2)
+        nodes.WITHIN_HOST = nodes.NATIVE = nodes.Messages(100, 2)
         module = model()
         engine = engines.make_engine(module, Blockwise(module.parameters(), lr=0.1), 2)
         attach(engine)
@@ -170,7 +170,7 @@ def test_shards_stay_in_one_piece_for_states_by_blocks() -> None:
         __module__ = "bitsandbytes.optim.adamw"
 
     def run() -> float:
-        messages.WITHIN_HOST = messages.NATIVE = messages.Messages(100, 2)
+        nodes.WITHIN_HOST = nodes.NATIVE = nodes.Messages(100, 2)
         module, plain = model(), model()
         engine = engines.make_engine(module, AdamW8bit(module.parameters(), lr=0.05), 2)
         with pytest.raises(ValueError, match="AdamW8bit keeps its states by blocks of elements"):

@@ -19,7 +19,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.engine import gathering
 from zerosync_strategy.core.params import unit_order
-from zerosync_strategy.tools.plan.process_counter import ProcessCounter
+from zerosync_strategy.tools.plan.measures import ProcessCounter
 
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
 LEAVES = {"stage3_max_reuse_distance": 0}  # nothing stays for what comes next

@@ -15,7 +15,7 @@ from packaging.version import Version
 from tests.harness.command import command
 from tests.harness.ranks import run_ranks
 from trials.matrix import table
-from zerosync_strategy.tools.doctor import configurations, installation, on_rank, selftest
+from zerosync_strategy.tools.doctor import configurations, installation, on_rank, ranks
 from zerosync_strategy.tools.doctor.findings import Finding, Severity
 
 ROOT = Path(__file__).parent.parent.parent
@@ -160,7 +160,7 @@ def broken(how: Callable[[], None]) -> str:
 
 
 def test_the_self_test_passes() -> None:
-    assert selftest.check(timeout=150).level is Severity.OK
+    assert ranks.self_test(timeout=150).level is Severity.OK
 
 
 def test_a_deepspeed_that_lacks_an_internal_fails() -> None:
@@ -186,7 +186,7 @@ def test_ranks_that_receive_something_else_fail_the_self_test() -> None:
 
 
 def test_ranks_that_do_not_end_are_ended() -> None:
-    finding = selftest.check(timeout=0.5)
+    finding = ranks.self_test(timeout=0.5)
     assert finding.level is Severity.ERROR and "not ended" in finding.found
 
 
@@ -202,7 +202,7 @@ def test_the_command_has_an_exit_status_and_json(tmp_path: Path) -> None:
 
 
 def test_findings_are_printed_as_they_are_made_in_a_pipe_too() -> None:
-    code = "from zerosync_strategy.tools.doctor import selftest as t; import time; t.check = lambda: time.sleep(60)"
+    code = "from zerosync_strategy.tools.doctor import ranks as t; import time; t.self_test = lambda: time.sleep(60)"
     call = f"{code}\nfrom zerosync_strategy.tools.cli import main\nmain(['doctor'])"
     with subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None

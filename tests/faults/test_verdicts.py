@@ -14,10 +14,8 @@ from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
 from zerosync_strategy.core.comm import collectives
 from zerosync_strategy.core.comm.journal import SentCounter
-from zerosync_strategy.core.failures.doing import Advice, Doing
-from zerosync_strategy.core.failures.flight_recorder import Recorded, recorded
-from zerosync_strategy.core.failures.pending import Issued, Wait, issued
-from zerosync_strategy.core.failures.rank_state import Phase, RankState
+from zerosync_strategy.core.failures.flight_recorder import Issued, Recorded, Wait, issued, recorded
+from zerosync_strategy.core.failures.rank_state import Advice, Doing, Phase, RankState
 from zerosync_strategy.core.failures.verdict import is_certain, judge
 from zerosync_strategy.core.failures.words import ADVICE, error_text, report, sentence
 

@@ -24,7 +24,7 @@ from tests.harness.engines import rank, start
 from tests.harness.ranks import run_ranks
 from tests.harness.told import end_soon, look_often, told_by
 from zerosync_strategy import attach
-from zerosync_strategy.core.failures.doing import Advice
+from zerosync_strategy.core.failures.rank_state import Advice
 from zerosync_strategy.core.failures.words import ADVICE
 
 VICTIM = 1

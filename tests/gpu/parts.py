@@ -56,8 +56,8 @@ def between(*arguments: str, ranks: str = GPUS) -> tuple[str, ...]:
 # Without the command, whose packages may not be there.
 DOCTOR = """
 import json, sys
-from zerosync_strategy.tools.doctor import gpus
-found = [vars(finding) for finding in gpus.check(int(sys.argv[2]))]
+from zerosync_strategy.tools.doctor.ranks import check_gpus
+found = [vars(finding) for finding in check_gpus(int(sys.argv[2]))]
 print(*found, sep="\\n")
 json.dump(found, open(sys.argv[1], "w"))
 sys.exit(any(finding["level"] == "error" for finding in found))

@@ -13,7 +13,7 @@ from tests.harness.engines import make_engine
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.budgets.automatic import DeviceGauge
+from zerosync_strategy.core.attached.budgets import DeviceGauge
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.optimizer.edits import PIECE_NUMEL, MasterWeights
 from zerosync_strategy.core.params.copies import pinned_blocks

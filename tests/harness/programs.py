@@ -166,12 +166,12 @@ def data(seed: int, rank: int) -> torch.Tensor:
 def run_attached(program: Program, rank: int) -> nn.Module:
     """The program on this rank of a live process group, by an engine with ZeroSync attached."""
     from zerosync_strategy import attach
-    from zerosync_strategy.core.comm import messages
+    from zerosync_strategy.core.comm import nodes
 
     model = program.model()
     accumulation = {} if program.managed else {"managed_gradient_accumulation": False}
     engine = make_engine(model, program.make_optimizer(model), program.stage, program.zero, **accumulation)
-    messages.WITHIN_HOST = messages.Messages(program.chunk_bytes, 2)
+    nodes.WITHIN_HOST = nodes.Messages(program.chunk_bytes, 2)
     zerosync = attach(engine, **program.options)
     steps = 0
     for operation, *details in program.operations:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.harness.engines import rank
-from zerosync_strategy.core.failures import watch
+from zerosync_strategy.core.failures import rank_status
 
 LOOK = 0.4  # seconds
 
@@ -40,7 +40,7 @@ def told_by(number: int, folder: Path) -> Path:
 
 def look_often(folder: Path, then: Callable[[], Any] = lambda: None) -> Told:
     """Let this rank, whose process group has begun, look every `LOOK`."""
-    watch.LOOK_SECONDS = LOOK
+    rank_status.LOOK_SECONDS = LOOK
     dist.barrier()  # else the first to begin would look at others that have not
     sys.stderr = told = Told(told_by(rank(), folder), then)
     return told

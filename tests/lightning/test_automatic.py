@@ -23,7 +23,7 @@ from tests.lightning.runs import (
     strategy,
 )
 from zerosync_strategy import ZeroSyncStrategy
-from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.comm import nodes
 
 
 @pytest.mark.extended(but=("2",))
@@ -52,7 +52,7 @@ def test_accumulation_scheduler(stage: int) -> None:
 
 def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a module that all ranks run, by default options: as experts without tokens (W4)."""
-    monkeypatch.setattr(messages, "WITHIN_HOST", messages.Messages(400, 1))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(400, 1))
 
     def run() -> float:
         module = Module()

@@ -13,7 +13,7 @@ from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw, oracle
 from tests.harness.ranks import KILLED, run_ranks
 from tests.lightning.runs import Data, Module, Recorder, accumulate, fit, make_trainer, strategy
-from zerosync_strategy.core.failures.doing import Advice
+from zerosync_strategy.core.failures.rank_state import Advice
 from zerosync_strategy.core.failures.words import ADVICE
 from zerosync_strategy.core.gradients.window import WindowState
 

@@ -20,7 +20,7 @@ from tests.harness.ranks import run_ranks
 from tests.lightning.runs import Data, Module, PositionedLoader, Recorder, SaveAfter, fit, make_trainer, strategy
 from zerosync_strategy import ZeroSyncMonitor
 from zerosync_strategy.core.engine.parameter import record_of
-from zerosync_strategy.tools.plan.process_counter import ProcessCounter
+from zerosync_strategy.tools.plan.measures import ProcessCounter
 
 BATCHES = 12
 

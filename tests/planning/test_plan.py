@@ -23,12 +23,11 @@ from tests.harness.ranks import RanksFailed, run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.tools.plan import models, replay
+from zerosync_strategy.tools.plan import jobs, replay
 from zerosync_strategy.tools.plan import plan as planning
 from zerosync_strategy.tools.plan.jobs import NODE_SHARDS, STOCK, ZEROSYNC, Cluster, OptionSet, Workload, usual_sets
-from zerosync_strategy.tools.plan.memory import Ledger
+from zerosync_strategy.tools.plan.measures import Ledger, ProcessCounter
 from zerosync_strategy.tools.plan.plan import Outcome, Plan, PlanError, plan
-from zerosync_strategy.tools.plan.process_counter import ProcessCounter
 from zerosync_strategy.tools.plan.skipped import LARGE_BYTES, SkippedCompute
 
 ZERO = {"stage3_param_persistence_threshold": 0}
@@ -106,7 +105,7 @@ def trained(
     """What rank 0 of two that really train sends in the last of four steps, and the most that it holds."""
     ledger, is_stock, backwards = Ledger(), options.system == STOCK, WORKLOAD.micro_batches
     with Computed(ledger.see), ledger.following_resizes():
-        module, batch = models.build(WORKLOAD)
+        module, batch = jobs.build(WORKLOAD)
         engine = make_engine(
             module, make(module), options.stage, ZERO,
             gradient_accumulation_steps=backwards if is_stock else 1,
@@ -117,7 +116,7 @@ def trained(
                 counter.take()
                 ledger.restart()
                 for index in range(backwards):
-                    engine.backward(models.loss_of(engine, batch) / (1 if is_stock else backwards))
+                    engine.backward(jobs.loss_of(engine, batch) / (1 if is_stock else backwards))
                     if is_stock and index < backwards - 1:
                         engine.step()
                 engine.step()
@@ -155,14 +154,14 @@ def test_the_copies_of_a_checkpoint_take_what_a_run_takes(stage: int, optimizer:
     make = optimizers.mixed if optimizer == "mixed" else (lambda module: torch.optim.AdamW(module.parameters()))
 
     def run() -> int:
-        module, batch = models.build(workload)
+        module, batch = jobs.build(workload)
         engine = make_engine(module, make(module), stage, ZERO, bf16={"enabled": True})
         handle = attach(engine, **IN_BACKGROUND)
         for _ in range(2):
-            engine.backward(models.loss_of(engine, batch))
+            engine.backward(jobs.loss_of(engine, batch))
             engine.step()
             engine.save_checkpoint(tmp_path)
-        engine.backward(models.loss_of(engine, batch))
+        engine.backward(jobs.loss_of(engine, batch))
         engine.step()
         assert handle.report is not None
         return handle.report.copied_bytes

@@ -16,7 +16,7 @@ from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach
-from zerosync_strategy.core.budgets.automatic import DeviceGauge, gauge_of
+from zerosync_strategy.core.attached.budgets import DeviceGauge, gauge_of
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.optimizer import edits
 from zerosync_strategy.core.optimizer.edits import MasterWeights

@@ -16,7 +16,7 @@ from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin, read_config
 from zerosync_strategy.accelerate.wrappers import prepare
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.options.config import BLOCK
+from zerosync_strategy.core.options import BLOCK
 from zerosync_strategy.frontend import prepare_device
 
 _always = False  # use ZeroSync for every DeepSpeed configuration of this process, also without a block

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.comm.collectives import backend_for
 from zerosync_strategy.core.engine import zero, zero3
-from zerosync_strategy.core.options.budgets import AUTO
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import AUTO, ZeroSyncConfig
 
 MOST_RANKS = {torch.bfloat16: 64, torch.float16: 512}
 """Ranks over which a ring's sums in a dtype stay within 2 % (W2): each addition rounds to its precision."""

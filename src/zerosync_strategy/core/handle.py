@@ -14,7 +14,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.full_weights import FullWeights, export_weights, full_state, load_full_state
 from zerosync_strategy.core.checkpoints.background import wait_for_save
 from zerosync_strategy.core.gradients.window import WindowState
-from zerosync_strategy.core.options.budgets import parse_bytes
+from zerosync_strategy.core.options import parse_bytes
 from zerosync_strategy.core.params.module_parameters import full_parameters
 from zerosync_strategy.core.report import StepReport
 

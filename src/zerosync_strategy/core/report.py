@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from zerosync_strategy.core.budgets.automatic import Choice
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.version import __version__
 
@@ -22,6 +21,35 @@ class StepObserver(Protocol):
 
     def report(self) -> dict[str, Any]:
         """Return attributes of the step's :class:`StepReport`. Sends nothing."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen budgets in bytes, and the reasons. ``None``: that budget is not automatic.
+
+    Attributes:
+        limit: what a rank may use, on the rank with the smallest limit.
+        room: what the budgets and everything else leave of the limit, on the rank with the least.
+        parameters: of held parameters, node shards included.
+        gradients: of gradients that stay unreduced.
+        used_otherwise: the peak of everything else, on the rank that used most.
+        reserve: what is left free.
+    """
+
+    limit: int
+    room: int
+    parameters: int | None
+    gradients: int | None
+    used_otherwise: int
+    reserve: int
+
+    def __str__(self) -> str:
+        given = {"parameters": self.parameters, "gradients": self.gradients}
+        held = " and ".join(f"{nbytes} bytes of {what}" for what, nbytes in given.items() if nbytes is not None)
+        return (
+            f"holds {held}: of a limit of {self.limit} bytes everything else has used {self.used_otherwise},"
+            f" {self.reserve} are in reserve, and the rank with the least has {self.room} left"
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from zerosync_strategy.frontend import (
     whole_checkpoint,
 )
 
-from .prepared import PreparedModule, unwrap_prepared
+from .calls import PreparedModule, unwrap_prepared
 
 TAG = "checkpoint"
 """Fabric's name of a model's checkpoint within its directory."""

@@ -22,6 +22,16 @@ from zerosync_strategy.frontend import StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import contract
+from .calls import (
+    BackwardSync,
+    OptimizerOverrides,
+    PreparedModule,
+    allow_later_optimizers,
+    clip_norm,
+    find_model_of_backward,
+    unwrap_prepared,
+    zerosync_of,
+)
 from .checkpoints import load, load_weights, save
 from .library import (
     PACKAGE,
@@ -34,8 +44,6 @@ from .library import (
     Precision,
     TorchCheckpointIO,
 )
-from .prepared import PreparedModule, allow_later_optimizers, find_model_of_backward, unwrap_prepared
-from .stepping import BackwardSync, OptimizerOverrides, clip_norm, zerosync_of
 
 _ARGUMENTS = StrategyArguments("ZeroSyncFabricStrategy", DeepSpeedStrategy, MisconfigurationException)
 

@@ -11,7 +11,7 @@ from typing import Any
 from zerosync_strategy.core.announcement import note
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import ContractError
-from zerosync_strategy.core.options.config import BLOCK
+from zerosync_strategy.core.options import BLOCK
 from zerosync_strategy.names import register_with
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from zerosync_strategy.frontend import Stock, copy_problem, interpose, readable, restore
 
-from .hooks import overrides
 from .library import (
     WEIGHT_AVERAGING,
     BackboneFinetuning,
@@ -24,6 +23,7 @@ from .library import (
     Timer,
     Trainer,
 )
+from .precision import overrides
 
 
 class _Proxy:

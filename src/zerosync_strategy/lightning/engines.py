@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine.contract import fetch
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.frontend import SavedCheckpoint, ZeroSync
 
 from .contract import NO_OPTIMIZER

@@ -33,7 +33,6 @@ from .engines import (
     remove_others,
     verified_together,
 )
-from .hooks import AFTER_BACKWARD, check_local_gradients, overridden_hooks
 from .library import (
     PACKAGE,
     DeepSpeedPrecision,
@@ -45,7 +44,7 @@ from .library import (
     Precision,
     Trainer,
 )
-from .precision import CLIP_BY_VALUE, ZeroSyncPrecision
+from .precision import AFTER_BACKWARD, CLIP_BY_VALUE, ZeroSyncPrecision, check_local_gradients, overridden_hooks
 
 _ARGUMENTS = StrategyArguments("ZeroSyncStrategy", DeepSpeedStrategy, MisconfigurationException)
 # The engines that last trained or evaluated a module: their hooks are removed before another engine trains it.

@@ -1,4 +1,4 @@
-"""The checkpoints that an attached engine saves and loads (W5, K1, K2)."""
+"""The checkpoints that an attached engine saves and loads (W5, K1, K2): DeepSpeed's, and distributed ones (K3)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.attached.contents import AnyReader
+from zerosync_strategy.core.attached.contents import Contents, client_state
 from zerosync_strategy.core.attached.engine import AttachedEngine, why_not_by_name
-from zerosync_strategy.core.checkpoints.background import wait_for_save
-from zerosync_strategy.core.checkpoints.dcp import Reader
+from zerosync_strategy.core.checkpoints.background import bytes_of, wait_for_save
 from zerosync_strategy.core.checkpoints.loads import SavedCheckpoint, verify
 from zerosync_strategy.core.checkpoints.manifests import is_distributed
-from zerosync_strategy.core.checkpoints.saves import EngineSave, engine_save
-from zerosync_strategy.core.checkpoints.stock_reader import StockReader
+from zerosync_strategy.core.checkpoints.readers import DCPReader, Reader, StockReader
+from zerosync_strategy.core.checkpoints.saves import DistributedSave, EngineSave, engine_save
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import engine_state, saved_files, zero
 from zerosync_strategy.core.engine.several import requiring_grad
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import (
     HALF_LOADED,
+    HALF_READ,
     NOTHING_LOADED,
     NothingReplaced,
     RankError,
@@ -63,21 +63,21 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
             yield False  # engine_save() writes it, when all is written
 
 
-def client_state(attached: AttachedEngine) -> dict[str, Any]:
+def own_entries(attached: AttachedEngine) -> dict[str, Any]:
     """Return ZeroSync's entries for the client state of a checkpoint. Collective."""
     parts = attached.parts
     cohorts = attached.stage.stepper.state(parts.names, zero.data_parallel_group(parts.engine.optimizer))
-    return of_every_format(attached) | ({_COHORTS: cohorts} if cohorts else {})
+    return _of_every_format(attached) | ({_COHORTS: cohorts} if cohorts else {})
 
 
-def of_every_format(attached: AttachedEngine) -> dict[str, Any]:
+def _of_every_format(attached: AttachedEngine) -> dict[str, Any]:
     """Return those that each format has."""
     return {_VERSION: __version__, _LAST: attached.parts.window.last.state()}
 
 
 def find(
     attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool
-) -> tuple[str | None, type[AnyReader] | None]:
+) -> tuple[str | None, type[Reader] | None]:
     """Return the verified tag that ``load_checkpoint`` loads, and who reads it; ``None``: DeepSpeed. Collective."""
     wait_for_save()
     if engine_state.loads_universal(attached.parts.engine):
@@ -92,7 +92,7 @@ def find(
         if tag is None:
             return None, None
         if is_distributed(folder := Path(path) / tag):
-            return tag, Reader
+            return tag, DCPReader
         if not _any_ranks(attached):
             return tag, None
         is_other = together(what, lambda: _is_of_others(attached, folder, optimizer_states), lambda: NOTHING_LOADED)
@@ -221,3 +221,69 @@ def checkpointing(attached: AttachedEngine, what: str, stock: bool = True) -> It
         with attached.stage.as_they_are():
             attached.stage.release_held()
             yield
+
+
+# ---- distributed checkpoints, and loads by name ----------------------------------------------------------------------
+
+
+def save_distributed(
+    attached: AttachedEngine, path: Any, tag: str, said: dict[str, Any], save_latest: bool, exclude_frozen: bool
+) -> bool:
+    """Save the engine, as ``save_checkpoint`` does, with what the program has ``said`` as client state. Collective.
+
+    Every rank raises if one cannot write.
+    """
+    config, step = attached.parts.config, attached.parts.engine.global_steps
+    before_save(attached)
+    part = DistributedSave(Path(path), tag, step, save_latest, config.checkpoint_background)
+    with checkpointing(attached, part.what, stock=False), engine_save(part, verifiable=True), part.writing():
+        part.content = Contents(attached).written(said | _of_every_format(attached), exclude_frozen)
+        if part.in_background:
+            part.content = attached.parts.copies.of(part.content)
+    return True
+
+
+def bytes_to_copy(attached: AttachedEngine) -> int:
+    """Return the host memory that saves in the background take on this rank; 0 if they are written at once. Collective.
+
+    States of the optimizer count once it has made them.
+    """
+    if not attached.parts.config.checkpoint_background:
+        return 0
+    with checkpointing(attached, "measure a checkpoint", stock=False):
+        return bytes_of(Contents(attached).written({}, exclude_frozen=False))
+
+
+def load_by_name(
+    attached: AttachedEngine, path: Any, tag: str, open_reader: type[Reader], strict: bool, states: bool,
+    scheduler: bool, module_only: bool,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """Load the verified ``tag`` by name; return its directory and the client state. Collective.
+
+    Every rank raises if one cannot read, or if the checkpoint is of another model or optimizer.
+    """
+    folder, what = Path(path) / tag, f"read the checkpoint in {path}"
+    attached.parts.window.abort("load_checkpoint() was called")
+    with checkpointing(attached, what, stock=False):
+        contents = Contents(attached)
+
+        def examine() -> tuple[str, Reader]:
+            reader = open_reader(folder)
+            contents.examine(reader, strict, states)
+            return "", reader
+
+        reader = together(what, examine, lambda: NOTHING_LOADED)
+
+        def read() -> tuple[str, dict[str, Any]]:
+            contents.read(reader, states)
+            if not module_only:
+                contents.read_engine(reader, states, scheduler)
+            return "", client_state(reader)
+
+        try:
+            said = together(what, read, lambda: HALF_READ)
+            contents.give()
+        finally:
+            attached.states_loaded()
+    take_last(attached, said)
+    return str(folder), said

@@ -26,17 +26,15 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.attached.engine import AttachedEngine
-from zerosync_strategy.core.checkpoints.dcp import Reader, text_of
+from zerosync_strategy.core.checkpoints.dcp import Content, Key, Piece, text_of
 from zerosync_strategy.core.checkpoints.manifests import DamageError
-from zerosync_strategy.core.checkpoints.pieces import Content, Key, Piece
-from zerosync_strategy.core.checkpoints.stock_reader import StockReader
+from zerosync_strategy.core.checkpoints.readers import DCPReader, Reader
 from zerosync_strategy.core.engine import engine_state, zero, zero3
 from zerosync_strategy.core.engine.compilation import plain_name
 from zerosync_strategy.core.engine.engine_state import FrozenStay
 from zerosync_strategy.core.failures.errors import frozen_left_out
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 
-AnyReader = Reader | StockReader
 _GROUPS = ("optimizer", "param_groups")
 _STATES = ("optimizer", "state")
 _ENGINE = ("engine",)
@@ -149,7 +147,7 @@ class Contents:
 
     # ---- what it reads -------------------------------------------------------------------------------------------
 
-    def examine(self, reader: AnyReader, strict: bool, states: bool) -> None:
+    def examine(self, reader: Reader, strict: bool, states: bool) -> None:
         """Raise ``DamageError`` if the checkpoint is not one of this module and, with ``states``, optimizer."""
         shapes = {param: zero3.full_shape(param) for param in self._names}
         here = {name: shapes[param] for param, name in self._names.items()}
@@ -187,7 +185,7 @@ class Contents:
         if states:
             self._examine_states(reader, strict)
 
-    def _examine_states(self, reader: AnyReader, strict: bool) -> None:
+    def _examine_states(self, reader: Reader, strict: bool) -> None:
         saved = _saved_groups(reader)
         there = {name for options in saved.values() for name in options["params"]}
         here = {self._names[param] for params in self._masters.groups() for param in params}
@@ -207,7 +205,7 @@ class Contents:
             raise DamageError(_difference("parameters of the optimizer", missing, unknown, how))
         self._options(saved)
 
-    def _examine_shapes(self, reader: AnyReader, alone: str) -> None:
+    def _examine_shapes(self, reader: Reader, alone: str) -> None:
         shapes = {self._names[part.param]: zero3.full_shape(part.param) for part in self._parts}
         for key, stored in reader.stored.items():
             shape = shapes.get(str(key[2])) if key[:2] == _STATES else None
@@ -218,7 +216,7 @@ class Contents:
                 )
 
     @torch.no_grad()
-    def read(self, reader: AnyReader, states: bool) -> None:
+    def read(self, reader: Reader, states: bool) -> None:
         """Read the values into this rank's memory."""
         wanted: dict[Key, list[Piece]] = defaultdict(list)
         for part in self._parts:
@@ -246,7 +244,7 @@ class Contents:
         """Give all ranks the parameters of the master weights that were read. Collective."""
         self._attached.stage.take_masters(self._untrained.values())
 
-    def _want_states(self, reader: AnyReader, wanted: dict[Key, list[Piece]]) -> dict[Any, dict[str, Any]]:
+    def _want_states(self, reader: Reader, wanted: dict[Key, list[Piece]]) -> dict[Any, dict[str, Any]]:
         """Add the states by element to ``wanted``, in memory for them; return the others, by parameter."""
         of_names: dict[str, set[str]] = defaultdict(set)
         for key in reader.stored:
@@ -279,7 +277,7 @@ class Contents:
             for part in self._parts for name in [self._names[part.param]]
         }  # fmt: skip
 
-    def _set_states(self, reader: AnyReader, scalars: Mapping[Any, dict[str, Any]]) -> None:
+    def _set_states(self, reader: Reader, scalars: Mapping[Any, dict[str, Any]]) -> None:
         for group, options in zip(self._optimizer.param_groups, self._options(_saved_groups(reader)), strict=True):
             group.update(copy.deepcopy(options))
         group_of = {param: number for number, params in enumerate(self._masters.groups()) for param in params}
@@ -322,7 +320,7 @@ class Contents:
             found.append(plain[0] if plain else {})
         return found
 
-    def read_engine(self, reader: AnyReader, states: bool, scheduler: bool) -> None:
+    def read_engine(self, reader: Reader, states: bool, scheduler: bool) -> None:
         """Restore counters and the like, if the checkpoint has them."""
         if (random_state := ("rng", str(self._rank))) in reader.stored and states:
             engine_state.set_random_state(reader.object(random_state), self._engine.device)
@@ -330,7 +328,7 @@ class Contents:
             engine_state.load(self._engine, reader.object(_ENGINE), scheduler, loss_scale=states)
 
 
-def client_state(reader: AnyReader) -> dict[str, Any]:
+def client_state(reader: Reader) -> dict[str, Any]:
     """Return what the program has saved with the engine; empty if the checkpoint is of another library."""
     if _ENGINE not in reader.stored:
         return {}
@@ -340,7 +338,7 @@ def client_state(reader: AnyReader) -> dict[str, Any]:
 
 def weights_and_client_state(folder: Path, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the whole weights of a checkpoint, on the host, by the names of ``module``, and its client state."""
-    reader = Reader(folder)
+    reader = DCPReader(folder)
     here = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
     names = [key for key in reader.stored if key[0] == "model" and len(key) == 2]
     return {here.get(str(key[1]), str(key[1])): reader.object(key) for key in names}, client_state(reader)
@@ -365,7 +363,7 @@ def _put(content: Content, key: Key, value: Any) -> None:
         content.objects[key] = value
 
 
-def _saved_groups(reader: AnyReader) -> dict[Any, dict[str, Any]]:
+def _saved_groups(reader: Reader) -> dict[Any, dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = defaultdict(lambda: {"params": []})
     for key in reader.stored:
         if key[:2] == _GROUPS and len(key) == 4:
@@ -373,13 +371,11 @@ def _saved_groups(reader: AnyReader) -> dict[Any, dict[str, Any]]:
     return groups
 
 
-def _states(reader: AnyReader, name: str, kinds: set[str]) -> dict[str, Any]:
+def _states(reader: Reader, name: str, kinds: set[str]) -> dict[str, Any]:
     return {kind: reader.object(_state(name, kind)) for kind in sorted(kinds)}
 
 
-def _shaped_keys(
-    reader: AnyReader, shapes: Mapping[str, tuple[int, ...]], of_names: Mapping[str, set[str]]
-) -> set[str]:
+def _shaped_keys(reader: Reader, shapes: Mapping[str, tuple[int, ...]], of_names: Mapping[str, set[str]]) -> set[str]:
     """Return the states that have one value per element: "step" has none, also of a parameter without dimensions."""
     others = {"step"}
     for name, shape in shapes.items():

@@ -29,24 +29,22 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.attached.bound import bounded
+from zerosync_strategy.core.attached.budgets import automatic_budgets, bounded, check_limit
 from zerosync_strategy.core.attached.flat import FlatStage
 from zerosync_strategy.core.attached.guards import Guards
 from zerosync_strategy.core.attached.meter import PrintedReports, StepMeter, label_of
 from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.attached.statistics import RunningStatistics
-from zerosync_strategy.core.budgets.automatic import automatic_budgets, check_limit
 from zerosync_strategy.core.checkpoints.background import StagingMemory, step_begins, wait_for_save
-from zerosync_strategy.core.comm.collectives import is_native, phase, share_timeout
-from zerosync_strategy.core.comm.journal import SentCounter
-from zerosync_strategy.core.comm.messages import messages_of
-from zerosync_strategy.core.comm.nodes import Topology
+from zerosync_strategy.core.comm.collectives import is_native, share_timeout
+from zerosync_strategy.core.comm.journal import SentCounter, phase
+from zerosync_strategy.core.comm.nodes import Topology, messages_of
 from zerosync_strategy.core.engine import compilation, engine_state, param_functions, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model, leave_out_ranges
 from zerosync_strategy.core.engine.patches import interpose, replaced, restore
-from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.misused_gradients import LocalChanges
+from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.gradients.compiled import CompiledGradients
 from zerosync_strategy.core.gradients.counts import LastBackward
@@ -57,7 +55,7 @@ from zerosync_strategy.core.gradients.unit_norms import UnitNorms
 from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.edits import MasterWeights, guard_states, unguard_states
 from zerosync_strategy.core.optimizer.whole import StatesByName, WholeStepper
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.module_parameters import let_average
 from zerosync_strategy.core.report import size_text
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.engine import zero, zero3, zero12
-from zerosync_strategy.core.failures.doing import Doing
+from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.optimizer.edits import WeightPair, restore_flat_parameters
 from zerosync_strategy.core.optimizer.masters import FlatMasters, StripedStates
 from zerosync_strategy.core.optimizer.pending import FlatPendingGradients
 from zerosync_strategy.core.optimizer.stepper import Stepper
 from zerosync_strategy.core.optimizer.whole import OwnedStepper
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.report import size_text
 
 

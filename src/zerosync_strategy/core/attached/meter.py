@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.announcement import REPORT, say
+from zerosync_strategy.core.attached.budgets import AutomaticBudgets
 from zerosync_strategy.core.attached.stage import Parts
-from zerosync_strategy.core.budgets.automatic import AutomaticBudgets
 from zerosync_strategy.core.comm.nodes import Sent
-from zerosync_strategy.core.failures.doing import Cause, Departure
+from zerosync_strategy.core.failures.rank_state import Cause, Departure
 from zerosync_strategy.core.params.module_parameters import ModuleParameters
 from zerosync_strategy.core.report import StepObserver, StepReport, size_text
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerosync_strategy.core.attached import checkpointing, distributed
+from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.engine_state import FrozenStay
@@ -100,9 +100,11 @@ class EngineOverrides(ModeOverrides):
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # DeepSpeed's default
         attached, state = self._zerosync_attached, dict(client_state or {})
         if attached.parts.config.checkpoint_format == "distributed":
-            return distributed.save(attached, save_dir, tag, state, save_latest, exclude_frozen_parameters)
+            return checkpointing.save_distributed(
+                attached, save_dir, tag, state, save_latest, exclude_frozen_parameters
+            )
         with checkpointing.saving(attached, save_dir, tag, save_latest) as names_latest:
-            state |= checkpointing.client_state(attached)
+            state |= checkpointing.own_entries(attached)
             return super().save_checkpoint(save_dir, tag, state, names_latest, exclude_frozen_parameters, **kwargs)
 
     def load_checkpoint(
@@ -117,7 +119,7 @@ class EngineOverrides(ModeOverrides):
         attached = self._zerosync_attached
         tag, reader = checkpointing.find(attached, load_dir, tag, states)
         if reader is not None:
-            return distributed.load(attached, load_dir, tag, reader, load_module_strict, states, *options[2:])
+            return checkpointing.load_by_name(attached, load_dir, tag, reader, load_module_strict, states, *options[2:])
         with checkpointing.loading(attached, load_dir):
             loaded = super().load_checkpoint(load_dir, tag, *options, *args, **kwargs)
         return checkpointing.loaded(attached, load_dir, loaded, states)

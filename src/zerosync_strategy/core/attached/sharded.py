@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from zerosync_strategy.core.attached.stage import Parts, Stage
-from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Topology
+from zerosync_strategy.core.comm.nodes import Messages, Topology
 from zerosync_strategy.core.engine import (
     compilation,
     contract,
@@ -24,8 +23,8 @@ from zerosync_strategy.core.engine.hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import CONTEXT, record_of
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
-from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.errors import RankError
+from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.edits import write_gathered_to_shards
@@ -34,7 +33,7 @@ from zerosync_strategy.core.optimizer.masters import ShardMasters
 from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.optimizer.stepper import Stepper, counts_by_tensor
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.module_parameters import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.state_entries import warn_of_what_is_left

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zerosync_strategy.core.checkpoints.pieces import Content, Key, Piece
+from zerosync_strategy.core.checkpoints.dcp import Content, Key, Piece
 from zerosync_strategy.core.comm.collectives import timeout_of
 from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError, in_words
 from zerosync_strategy.core.failures.rank_status import rank_status

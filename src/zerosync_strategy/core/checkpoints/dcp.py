@@ -1,25 +1,29 @@
 """The files of ``torch.distributed.checkpoint`` (DCP): a file of data per rank, and one that says where what is.
 
+DCP stores boxes of tensors: offsets and sizes by dimension. What a ZeRO rank has of a parameter is a contiguous range
+of its row-major elements. In n dimensions that is at most 2n - 1 boxes (in two: the end of a row, full rows, the begin
+of a row), and each is a view of the flat buffer.
+
 Each rank knows what it has, so nothing is planned by one rank for all: every rank writes its boxes and leaves their
 places in a file, from which the first rank makes ``.metadata``. DCP's own writer keeps a copy of all boxes until its
-file is complete, and its own reader loads a stored box once for each part of it that is needed. Here, writing and
-reading need the memory of one box of ``MOST_BYTES``, and each is read once.
+file is complete. Here, writing and reading (``readers.py``) need the memory of one box of :data:`MOST_BYTES`.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
+import math
 import os
 import pickle
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,9 +34,105 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from zerosync_strategy.core.checkpoints.manifests import METADATA, DamageError, FileState
-from zerosync_strategy.core.checkpoints.pieces import Box, Content, Key, Piece, Sizes
-from zerosync_strategy.core.failures.errors import in_words
+from zerosync_strategy.core.checkpoints.manifests import DamageError, FileState
+
+Key = tuple[str | int, ...]
+"""Where a value is in the nested dictionaries of the checkpoint, as ``("model", "layer.weight")``."""
+Sizes = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """Part of a tensor: where it begins in each dimension, and its ``values``, which have its sizes."""
+
+    offsets: Sizes
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a tensor of ``shape``, in row-major order from ``start``: ``values``, contiguous, of any shape."""
+
+    shape: Sizes
+    start: int
+    values: torch.Tensor
+
+    @staticmethod
+    def whole(tensor: torch.Tensor) -> Piece:
+        return Piece(tuple(tensor.shape), 0, tensor.detach().contiguous())
+
+    def boxes(self, most_bytes: int | None = None) -> Iterator[Box]:
+        """Yield the boxes of the piece, in order; each of at most ``most_bytes``, or of one element."""
+        flat = self.values.reshape(-1)
+        stop = self.start + flat.numel()
+        limit = stop if most_bytes is None else max(1, most_bytes // flat.element_size())
+        begin = self.start
+        for first, last in _ranges(self.shape, self.start, stop, limit):
+            for offsets, sizes in boxes(self.shape, first, last):
+                numel = math.prod(sizes)
+                yield Box(offsets, flat.narrow(0, begin - self.start, numel).view(sizes))
+                begin += numel
+
+
+@dataclass
+class Content:
+    """What a rank writes of a checkpoint, or reads.
+
+    Attributes:
+        tensors: the pieces that the rank has; all ranks together have each element once.
+        objects: what is no tensor.
+        names: further keys of tensors, each with the key under which some rank writes it.
+    """
+
+    tensors: dict[Key, list[Piece]] = field(default_factory=dict)
+    objects: dict[Key, Any] = field(default_factory=dict)
+    names: dict[Key, Key] = field(default_factory=dict)
+
+    def add(self, key: Key, piece: Piece) -> None:
+        self.tensors.setdefault(key, []).append(piece)
+
+
+def boxes(shape: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """Yield offsets and sizes of the boxes that are the elements ``start`` to ``stop`` of ``shape``, in order."""
+    if start >= stop:
+        if math.prod(shape) == 0:  # a tensor without elements is one box
+            yield (0,) * len(shape), shape
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from _in_row(shape, first, begin, end)
+        return
+    if begin:
+        yield from _in_row(shape, first, begin, row)
+        first += 1
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if end:
+        yield from _in_row(shape, last, 0, end)
+
+
+def _in_row(shape: Sizes, row: int, begin: int, end: int) -> Iterator[tuple[Sizes, Sizes]]:
+    for offsets, sizes in boxes(shape[1:], begin, end):
+        yield (row, *offsets), (1, *sizes)
+
+
+def _ranges(shape: Sizes, start: int, stop: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of runs of at most ``limit`` elements, cut between rows of the first dimension if they fit."""
+    if start >= stop:
+        yield start, stop
+    row = max(1, math.prod(shape[1:]))
+    unit = limit // row * row or limit
+    while start < stop:
+        end = min(stop, (start // unit + 1) * unit)
+        yield start, end
+        start = end
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
 
 MOST_BYTES = 16 << 20
 """Of one stored box. A reader needs the memory of one, and reads it whole if it needs a part."""
@@ -170,89 +270,3 @@ def _check_elements(metadata: Metadata) -> None:
 def text_of(key: Key) -> str:
     """Return the name under which DCP stores what has this key in nested dictionaries."""
     return ".".join(map(str, key))
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-class Stored(NamedTuple):
-    """What a checkpoint has under a key: a tensor's dtype and shape; an object has no ``dtype``."""
-
-    dtype: torch.dtype | None
-    shape: Sizes
-
-
-class Reader:
-    """Reads the checkpoint in ``folder``, which DCP or :func:`complete` has written.
-
-    Raises a ``DamageError`` if the folder has no readable ``.metadata``.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            self._metadata = FileSystemReader(folder).read_metadata()
-        except Exception as error:  # pickle may raise anything
-            raise DamageError(f"its file {METADATA} cannot be read ({in_words(error)})") from error
-        paths = self._metadata.planner_data or {}
-        self.stored: dict[Key, Stored] = {}
-        for name, found in self._metadata.state_dict_metadata.items():
-            key = tuple(paths.get(name, (name,)))
-            self.stored[key] = Stored(None, ())
-            if isinstance(found, TensorStorageMetadata):
-                self.stored[key] = Stored(found.properties.dtype, tuple(found.size))
-
-    def object(self, key: Key) -> Any:
-        """Return what is no tensor, or a whole tensor, on the host."""
-        name = text_of(key)
-        if self.stored[key].dtype is not None:
-            values = torch.empty(self.stored[key].shape, dtype=self.stored[key].dtype)
-            self.read({key: [Piece.whole(values)]})
-            return values
-        place = self._metadata.storage_data[MetadataIndex(name)]
-        with (self._folder / place.relative_path).open("rb") as file:
-            return self._load(file, place, name, weights_only=False)
-
-    @torch.no_grad()
-    def read(self, wanted: dict[Key, list[Piece]]) -> None:
-        """Fill the values of the pieces, which may be of another dtype than what is stored."""
-        needed = sorted(self._needed(wanted), key=lambda each: (each[0].relative_path, each[0].offset))
-        for name, of_file in itertools.groupby(needed, key=lambda each: each[0].relative_path):
-            with (self._folder / name).open("rb") as file:
-                for place, tensor, parts in of_file:
-                    stored = self._load(file, place, tensor, weights_only=True)
-                    for target, source in parts:
-                        target.copy_(stored[source])
-
-    def _needed(self, wanted: dict[Key, list[Piece]]) -> Iterator[tuple[Any, str, list[tuple[torch.Tensor, Any]]]]:
-        """Yield the stored boxes that are needed: place, name, and which parts of it go where."""
-        for key, pieces in wanted.items():
-            name = text_of(key)
-            own = [box for piece in pieces for box in piece.boxes()]
-            of_tensor: Any = self._metadata.state_dict_metadata[name]
-            for chunk in of_tensor.chunks:
-                parts = [part for box in own if (part := _overlap(box, chunk)) is not None]
-                if parts:
-                    yield self._metadata.storage_data[MetadataIndex(name, chunk.offsets)], name, parts
-
-    def _load(self, file: BinaryIO, place: Any, name: str, weights_only: bool) -> Any:
-        if place.transform_descriptors:
-            raise DamageError(f"{name!r} is stored with the extensions {place.transform_descriptors}")
-        file.seek(place.offset)
-        data = file.read(place.length)
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
-        except Exception as error:
-            raise DamageError(f"{name!r} in {place.relative_path} is damaged ({in_words(error)})") from error
-
-
-def _overlap(box: Box, chunk: ChunkStorageMetadata) -> tuple[torch.Tensor, tuple[slice, ...]] | None:
-    """Return the part of ``box`` that ``chunk`` has, and where it is in the chunk; ``None`` if there is none."""
-    target, source = [], []
-    for begin, size, first, numel in zip(box.offsets, box.values.shape, chunk.offsets, chunk.sizes, strict=True):
-        start, stop = max(begin, first), min(begin + size, first + numel)
-        if start >= stop:
-            return None
-        target.append(slice(start - begin, stop - begin))
-        source.append(slice(start - first, stop - first))
-    return box.values[tuple(target)], tuple(source)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.checkpoints import dcp
 from zerosync_strategy.core.checkpoints.background import background
+from zerosync_strategy.core.checkpoints.dcp import Content
 from zerosync_strategy.core.checkpoints.manifests import (
     LATEST,
     METADATA,
@@ -40,7 +41,6 @@ from zerosync_strategy.core.checkpoints.manifests import (
     ranks_in,
     take_back,
 )
-from zerosync_strategy.core.checkpoints.pieces import Content
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import (

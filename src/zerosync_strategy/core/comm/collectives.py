@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_timeout
 
 from zerosync_strategy.core.comm.journal import Exchange, SentCounter, Waiting, issue, launched
-from zerosync_strategy.core.comm.sums import sum_in_order, tree_sum
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.patches import replaced
 
@@ -40,8 +39,8 @@ class InFlight:
         finish: called once, on the stream that has waited for the works; returns the result.
         alive: what must live until then.
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
-            stream. gloo uses the one with which the group was made, unless one is given.
-        label: names it in errors while it is waited for. ``exchange``: of messages, for which the host waits.
+            stream. gloo's default is that of its group.
+        label: its name in errors. ``exchange``: of messages, for which the host waits.
 
     Attributes:
         is_done: it was waited for.
@@ -72,19 +71,16 @@ class InFlight:
             raise self._error
         if not self.is_done:
             try:
-                self._wait()
+                with Waiting(self._label, self._exchange):
+                    for work in self._works:
+                        work.wait() if self._timeout is None else work.wait(self._timeout)
+                self._result = self._finish()
             except Exception as error:
                 self._error = error
                 raise
             self.is_done = True
             self._works, self._finish, self._alive, self._exchange = (), lambda: None, None, None
         return self._result
-
-    def _wait(self) -> None:
-        with Waiting(self._label, self._exchange):
-            for work in self._works:
-                work.wait() if self._timeout is None else work.wait(self._timeout)
-        self._result = self._finish()
 
     @property
     def is_over(self) -> bool:
@@ -191,16 +187,6 @@ def all_gather(
     return InFlight([work], lambda: own)
 
 
-_NOTHING = nullcontext()
-
-
-def phase(name: str, detail: str = "") -> AbstractContextManager[object]:
-    """Name what runs here ``zerosync::name(detail)`` in profiles; costs next to nothing where nobody profiles."""
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return _NOTHING
-    return torch.profiler.record_function(f"zerosync::{name}({detail})" if detail else f"zerosync::{name}")
-
-
 def note_launch(process_group: Any, device: torch.device, label: object) -> None:
     """A collective was launched: on NCCL torch's flight recorder has its number, for which errors have ``label``."""
     if backend_for(process_group, device.type) == "nccl":
@@ -283,9 +269,8 @@ def gather_words(words: Sequence[int], process_group: Any) -> list[list[int]]:
 
 def _device_of(process_group: Any) -> torch.device:
     """Return where tensors for ``process_group`` may be: on the CPU if it has a backend for it."""
-    group: Any = dist.group.WORLD if process_group is None else process_group
-    devices = group._device_types
-    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
+    group: Any = process_group or dist.group.WORLD
+    return torch.device("cpu") if torch.device("cpu") in group._device_types else group._device_types[0]
 
 
 def timeout_of(process_group: Any) -> timedelta:
@@ -371,10 +356,6 @@ def sum_messages(
     return exchange(messages, process_group, how.counter, how.tag, how.label, lambda: sum_in_order(gathered, out))
 
 
-def _flat(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return (tensor,) if tensor.dim() == 1 else tensor.unbind(0)
-
-
 def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, messenger: Any = None) -> list[Any]:
     """Begin to exchange messages, without those of no elements. DeepSpeed's messenger, the default, logs them."""
     works: list[Any] = []
@@ -384,3 +365,36 @@ def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, 
         works += [messenger.irecv(each, src=rank, group=process_group, tag=tag) for each in received if len(each)]
         works += [messenger.isend(each, dst=rank, group=process_group, tag=tag) for each in sent if len(each)]
     return works
+
+
+def _flat(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (tensor,) if tensor.dim() == 1 else tensor.unbind(0)
+
+
+def sum_in_order(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of ``rows`` in fp32, in their order, the same in every run; in ``out`` if that is fp32."""
+    if len(rows) == 1:
+        return rows[0].float()
+    if out is not None and out.dtype is torch.float32:
+        if torch.float32 in (rows[0].dtype, rows[1].dtype):
+            total = torch.add(rows[0], rows[1], out=out)
+        else:  # which would be rounded before it is written
+            total = out.copy_(rows[0]).add_(rows[1])
+    else:
+        total = rows[0].float() + rows[1]
+    for row in rows[2:]:
+        total += row
+    return total
+
+
+def tree_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``rows`` in fp32, in an order that their number alone decides, in log2(W) additions.
+
+    ``rows`` are written to if they are in fp32, or else one copy of them is.
+    """
+    rows, left = rows.float(), len(rows)
+    while left > 1:
+        half = (left + 1) // 2
+        rows[: left - half] += rows[half:left]
+        left = half
+    return rows[0].clone()  # which keeps no memory of the others

@@ -1,4 +1,4 @@
-"""Nodes: which ranks of a process group are connected by fast links.
+"""Nodes: which ranks of a process group are connected by fast links, and the sizes of messages over these.
 
 An exchange in *two levels* sends each byte between nodes once, for any number of ranks per node. Rank ``m * size + g``
 has place g on node m. A reduction first sums within each node: the rank with place g receives the node's sums of the
@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +39,10 @@ from zerosync_strategy.core.comm.collectives import (
     Message,
     Summing,
     all_gather,
+    digest,
     exchange,
     gather_words,
+    is_alike,
     is_native,
     new_group,
     reduce_scatter,
@@ -45,8 +51,51 @@ from zerosync_strategy.core.comm.collectives import (
     timeout_of,
 )
 from zerosync_strategy.core.comm.journal import SentCounter, issue
-from zerosync_strategy.core.comm.messages import loopback
-from zerosync_strategy.core.options.budgets import AUTO
+from zerosync_strategy.core.options import AUTO
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The messages of one process group.
+
+    Attributes:
+        nbytes: most bytes of a bucket, and of a part of a larger parameter.
+        in_flight: reductions at a time.
+        least: least bytes of a bucket, if there is as much and budgets of memory allow it.
+    """
+
+    nbytes: int
+    in_flight: int
+    least: int = 0
+
+
+NATIVE = Messages(sys.maxsize, 2)
+LEAST, LEAST_OF_RANK = 128 * 2**20, 2 * 2**20
+AMONG_GATHERS = 256 * 2**20
+"""The most bytes of a reduction by NCCL between gathers of the same process group."""
+WITHIN_HOST = Messages(16 * 2**20, 2)
+BETWEEN_HOSTS = Messages(4 * 2**20, 4)
+
+
+def messages_of(process_group: Any, device: torch.device) -> Messages:
+    """Return the messages of ``process_group`` for tensors on ``device``, the same on all ranks. Collective."""
+    if is_native(process_group, device):
+        return replace(NATIVE, least=max(LEAST, LEAST_OF_RANK * dist.get_world_size(process_group)))
+    return WITHIN_HOST if on_one_host(process_group) else BETWEEN_HOSTS
+
+
+def on_one_host(process_group: Any) -> bool:
+    """Return whether all ranks of ``process_group`` share a loopback interface. Collective: reduces 64 bytes."""
+    return is_alike(loopback(), process_group)
+
+
+def loopback() -> list[int]:
+    """Return words for the kernel and network namespace, equal for processes that share a loopback interface."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        text = socket.gethostname()
+    return digest(text)
 
 
 class Sent(NamedTuple):

@@ -26,10 +26,10 @@ from zerosync_strategy.core.comm.collectives import (
     is_native,
     note_launch,
     sum_messages,
+    tree_sum,
 )
 from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.nodes import Nodes
-from zerosync_strategy.core.comm.sums import tree_sum
 
 
 def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int) -> list[int]:

@@ -2,15 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+__all__ = ["DeepSpeedEngine", "Zero3Optimizer", "Zero3Parameter", "Zero12Optimizer", "ZeroOptimizer"]
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from deepspeed import DeepSpeedEngine as DeepSpeedEngine
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Zero3Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero12Optimizer
 
-    Zero12Optimizer, Zero3Optimizer = DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3
-    ZeroOptimizer = DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3
+    ZeroOptimizer = Zero12Optimizer | Zero3Optimizer
 
     class Zero3Shard(torch.Tensor):
         """This rank's shard of a parameter, flat and padded."""

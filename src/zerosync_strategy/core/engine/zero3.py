@@ -118,7 +118,7 @@ def gathered(records: Iterable[_Record]) -> list[_Record]:
 
 
 def by_values(
-    params: Iterable[Zero3Parameter],
+    params: Iterable[Any],
 ) -> tuple[list[Zero3Parameter], list[Zero3Parameter], list[Zero3Parameter]]:
     """Return those of ``params`` that have their values, of these the ones in another shape, and the others."""
     found: list[Zero3Parameter] = []

@@ -16,12 +16,12 @@ from zerosync_strategy.core.engine.types import Zero3Optimizer, Zero3Parameter
 from zerosync_strategy.core.engine.zero import MasterShard, offloads, step_torch_optimizer, sum_of_squares
 
 
-def param_groups(optimizer: Zero3Optimizer) -> list[list[Zero3Parameter]]:
+def param_groups(optimizer: Zero3Optimizer) -> list[list[nn.Parameter]]:
     """Return the parameters of the optimizer, by DeepSpeed's groups."""
     return optimizer.fp16_groups
 
 
-def gradient_group(optimizer: Zero3Optimizer, param: Zero3Parameter) -> dist.ProcessGroup:
+def gradient_group(optimizer: Zero3Optimizer, param: nn.Parameter) -> dist.ProcessGroup:
     """Return the process group whose ranks each have a shard of the gradient of ``param``."""
     if not contract.has(deepspeed_internals.PARAM_GROUP):
         return optimizer.dp_process_group
@@ -222,9 +222,9 @@ def master_shards(optimizer: Zero3Optimizer) -> list[MasterShard]:
     return masters
 
 
-def torch_groups(optimizer: Zero3Optimizer) -> list[list[Zero3Parameter]]:
+def torch_groups(optimizer: Zero3Optimizer) -> list[list[nn.Parameter]]:
     """Return the parameters of the optimizer, by the groups of its torch optimizer."""
-    groups: list[list[Zero3Parameter]] = [[] for _ in optimizer.optimizer.param_groups]
+    groups: list[list[nn.Parameter]] = [[] for _ in optimizer.optimizer.param_groups]
     for index, params in enumerate(optimizer.fp16_groups):
         groups[optimizer.sub_group_to_group_id[index]] += params
     return groups

@@ -1,19 +1,48 @@
-"""Comparisons between ranks, with one error on all: models and options (W4), and whether each rank succeeded.
+"""Comparisons between ranks, each with one error on all of them.
 
-Collective: an all-reduce of 64 bytes if all is well.
+*Facts.* Models and options must be alike (W4), and all ranks save or load, or none (K2): an all-reduce of 64 bytes if
+all is well.
+
+*Aborted windows* (W3). Off NCCL, tags distinguish messages. NCCL matches collectives by their order alone: ranks that
+abort a backward after different numbers of collectives would sum gradients of different windows, or take gradients for
+parameters. So the ranks compare these numbers through the store, once, before they send anything else. Each rank makes
+at most six requests, however long another rank takes. If nothing was aborted, nothing is sent or waited for.
+
+*Gathers of ZeRO-3* (W4). A log of what a rank gathers, and its digest, find ranks that gather differently. Where
+gathers can have a tag, the digest is the tag, so gathers that differ do not match. Elsewhere the ranks of a group
+compare digests in each optimizer step, by one message of 16 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import broadcast_object, digest, gather_words, is_alike
+from zerosync_strategy.core.comm.collectives import (
+    all_reduce,
+    broadcast_object,
+    digest,
+    gather_objects,
+    gather_words,
+    is_alike,
+    new_name,
+    note_launch,
+    timeout_of,
+)
+from zerosync_strategy.core.comm.journal import SentCounter
+from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.failures.errors import CheckpointError, in_words, is_communication_error
+from zerosync_strategy.core.engine.zero import listed
+from zerosync_strategy.core.failures.errors import CheckpointError, RankError, in_words, is_communication_error
+from zerosync_strategy.core.failures.rank_state import Cause, Departure, Doing
 from zerosync_strategy.core.failures.words import ranks_text
 
 _SHOWN = 5
@@ -131,3 +160,188 @@ def _described(facts: Mapping[str, str], by_name: Mapping[str, list[str]], proce
 
 def _ranks(ranks: list[int]) -> str:
     return ranks_text(ranks) if len(ranks) > 8 else f"rank {', '.join(map(str, ranks))}"
+
+
+# ---- collectives that must match -------------------------------------------------------------------------------------
+
+
+_Gathers = list[tuple[int, ...]]  # ids of parameters, by gather
+
+
+class GatherActivity(NamedTuple):
+    """What a rank does that gathers the parameters with these ids. Holds no engine: it is kept for a while."""
+
+    names: Mapping[int, str]
+    ids: tuple[int, ...]
+    ranks: str
+    reader: str = ""
+
+    @property
+    def doing(self) -> Doing:
+        return Doing.GATHER
+
+    @property
+    def module(self) -> str:
+        """The module that has the first parameter."""
+        return self.names.get(self.ids[0], "").rpartition(".")[0]
+
+    def __str__(self) -> str:
+        reader = f" for {self.reader}" if self.reader else ""
+        return f"the gather of {_listed(self.names, self.ids)} over the ranks {self.ranks}{reader}"
+
+
+class GatherDigest:
+    """The log and digest of this rank's gathers over one process group of several ranks since the last step.
+
+    ``tagged``: gathers of different parameters do not match. ``device``: on which the group communicates.
+    """
+
+    def __init__(self, process_group: Any, tagged: bool, device: torch.device, streams: Streams) -> None:
+        self.process_group = process_group
+        self.tagged = tagged
+        self._streams = streams
+        self._gathers: _Gathers = []
+        self._before: _Gathers = []  # in the last window
+        self._step = self._digest = 0
+        # Made once: with a tensor from a list, or new pinned memory, the host would wait for the device.
+        self._extremes = torch.zeros(2, dtype=torch.int64, device=device)
+        self._answer = HostCopy(streams, 2)
+        self._unread: tuple[int, _Gathers] | None = None  # the digest and the log that were compared
+
+    def add(self, ids: tuple[int, ...], digested: bytes) -> int:
+        """Add a gather of the parameters with these ids, also given as bytes; return a tag of 31 bits.
+
+        Its highest bit is set. Ranks of the group get the same tag if all their gathers since the last step are the
+        same.
+        """
+        self._gathers += (ids,)
+        self._digest = zlib.crc32(digested, self._digest)
+        return 2**30 | self._digest % 2**30
+
+    def compare_window(self, names: Mapping[int, str], counter: SentCounter) -> None:
+        """Before a step, compare digests over the ranks, unless gathers have tags, and start a new log. Collective.
+
+        On a device with streams, the host does not wait for the result but reads it in the next call. If digests
+        differ, every rank of the group raises a ``RankError`` with the first gather that differs.
+        """
+        self.check(names)
+        if not self.tagged:
+            self._compare(counter)
+        self._step += 1
+        self._before, self._gathers, self._digest = self._gathers, [], self._step
+        if not self._streams.concurrent:
+            self.check(names)
+
+    def departure(self, names: Mapping[int, str]) -> Departure | None:
+        """Return how the gathers of this window differ from the last window; ``None`` if they do not."""
+        for now, then in zip(self._gathers, self._before, strict=False):
+            if now != then:
+                text = f"gathered {_listed(names, now)} where it gathered {_listed(names, then)} in the window before"
+                return Departure(Cause.OTHER_MODULES, text)
+        return None
+
+    def _compare(self, counter: SentCounter) -> None:
+        for element, value in zip(self._extremes, (self._digest, -self._digest), strict=True):
+            element.fill_(value)
+        work = all_reduce(self._extremes, self.process_group, counter, dist.ReduceOp.MAX, async_op=True)
+        note_launch(self.process_group, self._extremes.device, "the comparison of what ranks have gathered")
+        work.wait()
+        self._answer.begin(self._extremes)
+        self._unread = self._digest, self._gathers
+
+    def check(self, names: Mapping[int, str]) -> None:
+        """Read the result of the last :meth:`compare_window`, once. If digests differ: collective, and raises."""
+        if self._unread is None:
+            return
+        (digest, gathers), self._unread = self._unread, None
+        if self._answer.read() == [digest, -digest]:
+            return
+        by_turn = enumerate(zip_longest(*gather_objects(gathers, self.process_group)), start=1)
+        turn, by_rank = next((turn, by_rank) for turn, by_rank in by_turn if len(set(by_rank)) > 1)
+        found = "\n".join(
+            f"  rank {dist.get_global_rank(self.process_group, rank)}: "
+            + (_listed(names, ids, len(ids)) if ids else "had gathered all that it wanted")
+            for rank, ids in enumerate(by_rank)
+        )
+        raise RankError(
+            f"Ranks gathered different parameters between two optimizer steps; in gather {turn}:\n{found}\nUnder"
+            " ZeRO-3 all ranks must run the same modules in the same order, unless all parameters are held"
+            " (param_memory_budget='all'). What they have computed since is wrong: go back to the last checkpoint."
+        )
+
+
+def _listed(names: Mapping[int, str], ids: Sequence[int], shown: int = 3) -> str:
+    return listed([repr(names.get(param_id, f"parameter {param_id}")) for param_id in ids], shown)
+
+
+class BegunCollectives:
+    """Counts the reductions and gathers that this rank begins in a window, for a comparison if the window is aborted.
+
+    Collective over each of the groups.
+    """
+
+    def __init__(self, process_groups: Iterable[Any]) -> None:
+        self._names = {group: new_name(group) for group in dict.fromkeys(process_groups)}
+        self._expected = False  # a rank may have begun some in this window
+        self._begun: Counter[Any] = Counter()  # by process group
+        self._aborted: Counter[Any] | None = None  # counts of an aborted window, until they are compared
+        self._compared = 0
+
+    def expect(self) -> None:
+        """Expect collectives in this window: ranks may have begun different numbers when it is aborted."""
+        self._expected = True
+
+    def add(self, process_group: Any) -> None:
+        """Count a collective that this rank begins; after an aborted window, :meth:`compare_aborted` first."""
+        if self._aborted is not None:
+            self.compare_aborted()
+        self._begun[process_group] += 1
+
+    def close(self) -> None:
+        """End the window, with all collectives complete."""
+        self._expected = False
+        self._begun.clear()
+
+    def abort(self) -> None:
+        """End the window at any point."""
+        if self._expected and self._aborted is None:
+            self._aborted = self._begun.copy()
+        self.close()
+
+    def compare_aborted(self) -> None:
+        """Compare the counts of an aborted window, before the first collective of the next one. Collective.
+
+        Raises a ``RankError`` if the counts differ, or if not all ranks have aborted within the timeout of a group.
+        """
+        if self._aborted is None:
+            return
+        begun, self._aborted = self._aborted, None
+        self._compared += 1
+        for group, name in self._names.items():
+            _require_same(f"zerosync/aborted/{name}/{self._compared}", begun[group], group)
+
+
+def _require_same(key: str, begun: int, process_group: Any) -> None:
+    group: Any = process_group or dist.group.WORLD
+    size, timeout = dist.get_world_size(group), timeout_of(group).total_seconds()
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.add(f"{key}/{begun}", 1)
+    arrived = store.add(key, 1)
+    if arrived == size:
+        store.set(f"{key}/all", "")
+    else:
+        with suppress(dist.DistStoreError):  # timed out
+            store.clone().wait([f"{key}/all"], timedelta(seconds=timeout))  # a connection of its own, as it blocks
+        arrived = store.add(key, 0)
+    others = size - store.add(f"{key}/{begun}", 0)
+    if others == 0:
+        return
+    found = f"{others} of {size} ranks after another number of them"
+    if arrived < size:
+        found = f"only {arrived} of {size} ranks have done so within {timeout:g} s"
+    raise RankError(
+        f"A backward was aborted after this rank had begun {begun} collective(s), and {found}. What is begun"
+        " cannot be taken back, and would meet those of the next window. Go back to the last checkpoint in new"
+        " processes. With coalesce=True and overlap_last=False, nothing is reduced before the step, and under ZeRO-3"
+        " with param_memory_budget='all', nothing is gathered in a backward: an exception in it leaves nothing behind."
+    )

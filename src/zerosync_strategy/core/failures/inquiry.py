@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from zerosync_strategy.core.failures.pending import Key
+from zerosync_strategy.core.failures.flight_recorder import Key
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.words import Report, report
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from zerosync_strategy.core.failures.doing import Advice, Cause, Doing
-from zerosync_strategy.core.failures.flight_recorder import Recorded
-from zerosync_strategy.core.failures.pending import Issued, Key
-from zerosync_strategy.core.failures.rank_state import Phase, RankState
+from zerosync_strategy.core.failures.flight_recorder import Issued, Key, Recorded
+from zerosync_strategy.core.failures.rank_state import Advice, Cause, Doing, Phase, RankState
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from zerosync_strategy.core.failures.doing import Advice, Cause
-from zerosync_strategy.core.failures.flight_recorder import Recorded
-from zerosync_strategy.core.failures.pending import Key
-from zerosync_strategy.core.failures.rank_state import Phase, RankState
+from zerosync_strategy.core.failures.flight_recorder import Key, Recorded
+from zerosync_strategy.core.failures.rank_state import Advice, Cause, Phase, RankState
 from zerosync_strategy.core.failures.verdict import Verdict, grouped, is_certain, judge
 
 _ONE_EACH = 8

@@ -25,7 +25,7 @@ from zerosync_strategy.core.engine.types import ZeroOptimizer
 from zerosync_strategy.core.engine.zero import in_chunks
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.placement import Placement, ReduceScatterInput, Scaling, ShardPart
-from zerosync_strategy.core.options.budgets import Budget
+from zerosync_strategy.core.options import Budget
 
 _LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed
 _UNUSED = 2  # references to the storage of an unused block: the kept tensor's, and the one that asks

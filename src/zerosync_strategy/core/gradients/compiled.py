@@ -18,7 +18,7 @@ import torch
 
 from zerosync_strategy.core.engine import compilation
 from zerosync_strategy.core.gradients.buckets import LocalGradient
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 
 _numbers = count()
 _engines: weakref.WeakValueDictionary[int, CompiledGradients] = weakref.WeakValueDictionary()

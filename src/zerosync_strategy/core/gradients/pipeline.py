@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import InFlight, Summing, phase
-from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Nodes, Sent
-from zerosync_strategy.core.failures.matching import BegunCollectives
+from zerosync_strategy.core.comm.collectives import InFlight, Summing
+from zerosync_strategy.core.comm.journal import phase
+from zerosync_strategy.core.comm.nodes import Messages, Nodes, Sent
+from zerosync_strategy.core.failures.agreement import BegunCollectives
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.placement import ShardPart

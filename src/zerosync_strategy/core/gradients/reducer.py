@@ -15,16 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from zerosync_strategy.core.comm.collectives import phase
-from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Sent
+from zerosync_strategy.core.comm.journal import phase
+from zerosync_strategy.core.comm.nodes import Messages, Sent
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient, bucket_limit, choose_levels
 from zerosync_strategy.core.gradients.counts import NUMBERS, ItemCount, LastBackward
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 from zerosync_strategy.core.gradients.shards import GradientShards, Norm
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that may form a single bucket. More bytes form four buckets or more: then the last backward can

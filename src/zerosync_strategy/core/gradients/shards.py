@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerosync_strategy.core.comm.collectives import all_reduce, phase
-from zerosync_strategy.core.comm.journal import SentCounter
-from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Sent, Topology
+from zerosync_strategy.core.comm.collectives import all_reduce
+from zerosync_strategy.core.comm.journal import SentCounter, phase
+from zerosync_strategy.core.comm.nodes import Messages, Sent, Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.gradients.buckets import GradientBucket, LocalGradients, cut_into_buckets
 from zerosync_strategy.core.gradients.layout import ShardLayout, ShardSlice
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 
 
 class GradientShards(ABC):

@@ -29,7 +29,7 @@ from zerosync_strategy.core.gradients.layout import ALIGNMENT, ReadShard, ShardL
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.placement import RowPlacement, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 
 _ALIGNMENT = 32  # elements: where a stripe begins in the memory of its bucket
 

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerosync_strategy.core.comm.messages import AMONG_GATHERS, Messages
-from zerosync_strategy.core.comm.nodes import Nodes, Sent
+from zerosync_strategy.core.comm.nodes import AMONG_GATHERS, Messages, Nodes, Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
@@ -26,7 +25,7 @@ from zerosync_strategy.core.gradients.layout import ALIGNMENT, ReadShard, ShardL
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.placement import ReduceScatterInput, RowPlacement, Scaling, ShardPart, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 
 
 class PerParamLayout(ShardLayout):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerosync_strategy.core.comm.collectives import phase
+from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.comm.streams import HostCopy
 from zerosync_strategy.core.gradients.shards import GradientShards
 

@@ -26,10 +26,10 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zerosync_strategy.core.comm.collectives import phase
+from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.failures.doing import Doing
 from zerosync_strategy.core.failures.misused_gradients import LocalChanges
+from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.buckets import LocalGradient
 from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer

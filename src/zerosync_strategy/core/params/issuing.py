@@ -11,8 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.collectives import InFlight, all_gather, note_launch, phase
-from zerosync_strategy.core.comm.journal import SentCounter
+from zerosync_strategy.core.comm.collectives import InFlight, all_gather, note_launch
+from zerosync_strategy.core.comm.journal import SentCounter, phase
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
@@ -20,7 +20,7 @@ from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.transitions import arrive, memory_of
 from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
-from zerosync_strategy.core.failures.matching import BegunCollectives, GatherActivity
+from zerosync_strategy.core.failures.agreement import BegunCollectives, GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.shard_groups import GatherGroup

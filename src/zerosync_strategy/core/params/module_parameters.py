@@ -9,15 +9,14 @@ from typing import Any
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from zerosync_strategy.core.comm.messages import Messages
-from zerosync_strategy.core.comm.nodes import Topology
+from zerosync_strategy.core.comm.nodes import Messages, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import hooks, patches, zero, zero3
 from zerosync_strategy.core.engine.parameter import CONTEXT, Record
 from zerosync_strategy.core.engine.several import first_of
 from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.rank_status import rank_status
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.held import HoldPlan

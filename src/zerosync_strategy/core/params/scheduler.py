@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.messages import Messages
+from zerosync_strategy.core.comm.nodes import Messages
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.torch_internals import for_training
 from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.engine.zero import in_chunks
-from zerosync_strategy.core.failures.doing import Departure
+from zerosync_strategy.core.failures.rank_state import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived
 from zerosync_strategy.core.params.shard_groups import GatherGroup

@@ -22,7 +22,7 @@ from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero, zero3
 from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
-from zerosync_strategy.core.failures.matching import GatherDigest
+from zerosync_strategy.core.failures.agreement import GatherDigest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

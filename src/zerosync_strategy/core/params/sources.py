@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
-from zerosync_strategy.core.comm.collectives import phase
+from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import record_of, settle
 from zerosync_strategy.core.engine.transitions import arrive, unshard
 from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
-from zerosync_strategy.core.failures.matching import GatherActivity
+from zerosync_strategy.core.failures.agreement import GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity
 from zerosync_strategy.core.params.copies import gather_node_shards
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, tagged_all_gather

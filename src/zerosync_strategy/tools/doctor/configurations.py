@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from zerosync_strategy.core.options.config import BLOCK, ZeroSyncConfig
+from zerosync_strategy.core.options import BLOCK, ZeroSyncConfig
 from zerosync_strategy.tools.doctor.findings import Finding, of_topic
 
 ok, note, warning, error = of_topic("configuration")

@@ -28,7 +28,7 @@ from zerosync_strategy.core.handle import ZeroSync
 MEASURED = "doctor measured "
 STUCK, KILLED = "doctor: stuck now", "doctor: killed now"
 TIMEOUT = timedelta(seconds=60)
-"""Of the process group. Ranks say at half of it why they wait; a shorter one has no watch (``failures/watch.py``)."""
+"""Of the process group. Ranks say at half of it why they wait (``failures/rank_status.py``)."""
 ROUNDING = 1e-5
 """W2: 84 units in the last place of 1. Another order of a sum changes a few of them; a lost gradient far more."""
 STEPS, BACKWARDS, BATCH, WIDTH = 3, 2, 4, 16

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerosync_strategy.core.comm.journal import Traffic
-from zerosync_strategy.core.options.config import BLOCK
+from zerosync_strategy.core.options import BLOCK
 from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, Workload, usual_sets
 from zerosync_strategy.version import __version__
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.attached.distributed import bytes_to_copy
+from zerosync_strategy.core.attached.checkpointing import bytes_to_copy
 from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attaching import attach
-from zerosync_strategy.core.comm import messages
+from zerosync_strategy.core.comm import nodes
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.engine import contract, torch_internals, zero
@@ -30,11 +30,9 @@ from zerosync_strategy.core.engine.compat import prepare_cpu
 from zerosync_strategy.core.engine.engine_state import resident
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import kind_of
-from zerosync_strategy.core.options.config import BLOCK
-from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, Workload
-from zerosync_strategy.tools.plan.memory import NODE_SHARDS, Ledger
-from zerosync_strategy.tools.plan.models import build, imported, loss_of, preload
-from zerosync_strategy.tools.plan.process_counter import ProcessCounter
+from zerosync_strategy.core.options import BLOCK
+from zerosync_strategy.tools.plan.jobs import STOCK, Cluster, OptionSet, Workload, build, imported, loss_of, preload
+from zerosync_strategy.tools.plan.measures import NODE_SHARDS, Ledger, ProcessCounter
 from zerosync_strategy.tools.plan.skipped import SkippedCompute
 
 REPLAYED = 3
@@ -125,7 +123,7 @@ def _join(cluster: Cluster) -> None:
     if cluster.backend == "gloo":
         # These two decide how ZeroSync sends.
         dist.get_backend_config = lambda group=None: "cpu:gloo"
-        messages.on_one_host = lambda process_group: on_one_node
+        nodes.on_one_host = lambda process_group: on_one_node
 
 
 def _in_bytes(options: Mapping[str, Any], nbytes: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Automatic budgets: ``"auto"`` for gathered parameters and for unreduced gradients.
+"""Budgets that ZeroSync chooses: ``"auto"`` for gathered parameters and unreduced gradients, and a bound without any.
 
 The first :data:`MEASURED` windows hold nothing, and measure. After each forward, and before each allocation of a gather
 or an unreduced gradient, they record the memory used by everything except gathered parameters. The table has a row per
@@ -12,10 +12,15 @@ The budget is the largest that leaves a reserve below the limit at every level. 
 the variation of the memory after forwards, if larger. All parameters are held if half of that part is left, because
 then no gather needs memory in addition. If not all fit, on several nodes, node shards have priority over parameters
 held in full (``params/held.py``).
+
+Where no budget is given, gradients that the device cannot hold are reduced as they come (:func:`bounded`). Stock
+DeepSpeed's ZeRO-2 and 3 keep a shard of the gradients between two backwards; ZeroSync keeps them in full, to reduce
+them once. A model that trains only because they are sharded must train here, too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +28,52 @@ from typing import Any
 
 import torch
 
+from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.comm.collectives import largest
-from zerosync_strategy.core.engine import zero
+from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.gradients.reducer import Reducer
-from zerosync_strategy.core.options.config import ZeroSyncConfig
+from zerosync_strategy.core.gradients.stage12 import why_stock
+from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.module_parameters import ModuleParameters
+from zerosync_strategy.core.report import Choice, size_text
+
+SHARE = 4
+"""Unreduced gradients may take a quarter of the device beyond what stock DeepSpeed holds of them."""
+
+
+def device_memory(device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes that are free for this process, and all of ``device``; ``None`` if that is not known."""
+    if device.type != "cuda":
+        return None
+    gauge = DeviceGauge(device)
+    return gauge.limit() - gauge.used(), torch.cuda.mem_get_info(device)[1]
+
+
+def bounded(engine: Any, config: ZeroSyncConfig, ranks: int) -> ZeroSyncConfig:
+    """Return ``config``, with ``coalesce=False`` if unreduced gradients would not fit. Collective on such devices.
+
+    ``ranks``: that shard the gradients. An option that says what to keep is kept.
+    """
+    memory = device_memory(engine.device)
+    if memory is None or not config.coalesce or config.grad_memory_budget is not None:
+        return config
+    if zero.stage(engine) < 3 and why_stock(engine.optimizer):
+        return config  # its gradients are reduced at the close
+    free, device = memory
+    numel = sum(zero3.full_numel(param) for param in engine.module.parameters() if param.requires_grad)
+    full = numel * zero.accumulation_dtype(engine.optimizer).itemsize
+    stock = full if zero.stage(engine) == 1 else full // ranks
+    exceeds = full > free or (full - stock) * SHARE > device
+    if not largest([int(exceeds)], zero.data_parallel_group(engine.optimizer))[0]:
+        return config
+    if torch.distributed.get_rank() == 0:
+        say(
+            f"the gradients of one rank take {size_text(full)} until they are reduced, of {size_text(free)} that are"
+            f" free on {size_text(device)}: each backward reduces its own, as stock DeepSpeed does (coalesce=False)."
+            " grad_memory_budget says how much may stay unreduced, and saves that much of each further backward."
+        )
+    return dataclasses.replace(config, coalesce=False)
+
 
 _STATUS = Path("/proc/self/status")
 _TAKEN = ("active_bytes", "inactive_split_bytes")  # of torch's statistics
@@ -143,35 +189,6 @@ def parameter_budget(memory: PeakMemory, in_shards: int) -> int:
 def gradient_budget(memory: PeakMemory, in_full: int, in_shards: int) -> int:
     """Return how many bytes of gradients to leave unreduced, given the held parameters in full and in node shards."""
     return max(0, memory.left(in_full) - in_shards - memory.reserve)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The chosen budgets in bytes, and the reasons. ``None``: that budget is not automatic.
-
-    Attributes:
-        limit: what a rank may use, on the rank with the smallest limit.
-        room: what the budgets and everything else leave of the limit, on the rank with the least.
-        parameters: of held parameters, node shards included.
-        gradients: of gradients that stay unreduced.
-        used_otherwise: the peak of everything else, on the rank that used most.
-        reserve: what is left free.
-    """
-
-    limit: int
-    room: int
-    parameters: int | None
-    gradients: int | None
-    used_otherwise: int
-    reserve: int
-
-    def __str__(self) -> str:
-        given = {"parameters": self.parameters, "gradients": self.gradients}
-        held = " and ".join(f"{nbytes} bytes of {what}" for what, nbytes in given.items() if nbytes is not None)
-        return (
-            f"holds {held}: of a limit of {self.limit} bytes everything else has used {self.used_otherwise},"
-            f" {self.reserve} are in reserve, and the rank with the least has {self.room} left"
-        )
 
 
 class AutomaticBudgets:

@@ -1,1 +1,0 @@
-"""Automatic budgets, and the memory that they measure."""

@@ -1,1 +1,0 @@
-"""The options of ZeroSync, and options that were removed."""
