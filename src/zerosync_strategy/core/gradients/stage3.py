@@ -234,7 +234,7 @@ class _Range(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """Runs of a part of the shard, valid while ``made_of`` (weak) is still the first of its gradient shards."""
+    """Ranges of a part of the shard, valid while ``made_of`` (weak) is still the first of its gradient shards."""
 
     made_of: Callable[[], torch.Tensor | None]
     ranges: list[_Range]
