@@ -91,8 +91,8 @@ def one_by_one(all_gather: FlatAllGather) -> AllGather:
 class Arrival:
     """Values of ``params`` being gathered: of the first ones into ``rows``, of the others into ``received``.
 
-    The last dimension of ``received`` has ``columns`` for each; read row by row, the columns of a parameter are its
-    values, as ``rows`` are: flat and padded. Call ``wait`` once before reading them.
+    ``received`` is a matrix with a row per rank, in which each of those parameters has a range of ``columns``. Read row
+    by row, the range is the parameter's values, flat and padded, as a tensor of ``rows`` is. Call ``wait`` once before.
     """
 
     __slots__ = ("columns", "params", "received", "rows", "wait")
@@ -121,12 +121,12 @@ class Arrival:
 
     @property
     def packed(self) -> list[Record]:
-        """The records of the parameters that are received in memory of the gather's."""
+        """The records of the parameters in ``received``."""
         return [param._zerosync_record for param in self.params[len(self.rows) :]]
 
     @for_training
     def copy_out(self, stream: torch.Stream | None) -> None:
-        """Set the parameters to their values, on the current ``stream``, in memory of its if they have none yet."""
+        """Copy what was received to the storages, made on the current ``stream`` if needed, and set the parameters."""
         if self.received is not None:
             received = self.received
             if received.dtype is not (dtype := zero3.shard_dtype(self.params[-1])):
@@ -141,9 +141,9 @@ class ShardGather:
     """All shards of several parameters of one process group, for one all-gather. Constant values are computed once.
 
     DeepSpeed assembles each parameter from the part of each rank. Here, the work does not grow with the number of
-    ranks: the shard of rank r is row r of a matrix. If ``is_native``, the backend gathers most parameters into the
-    matrices that are their memory. Parameters that are sent in another dtype, or whose rows are not aligned, are ranges
-    of columns of a matrix that is received, with aligned rows. Elsewhere all are.
+    ranks: the shard of rank r is row r of a matrix. If ``is_native``, the backend gathers a parameter in place: the
+    matrix is its storage. Parameters that are sent in another dtype, or whose rows are not aligned, are *packed*: they
+    are ranges of columns of one matrix, with aligned rows. Without ``is_native``, all are packed.
 
     Args:
         params: with shards of one dtype, for which :func:`~zero3.has_plain_shard` holds.
@@ -184,7 +184,7 @@ class ShardGather:
 
     @functools.cached_property
     def packed(self) -> list[Record]:
-        """Of the parameters that are received in memory of the gather's."""
+        """The records of the packed parameters."""
         return self.records[self.in_place_count :]
 
     def new_rows(self) -> list[torch.Tensor]:
@@ -195,9 +195,9 @@ class ShardGather:
     def begin(
         self, all_gather: AllGather, rows: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, Callable[[], object]]:
-        """Begin to gather, into ``rows`` what is gathered in place. Collective.
+        """Launch the all-gather; ``rows`` is the memory of what is gathered in place. Collective.
 
-        Return what the other parameters are received in, if there are any, and a function that waits.
+        Return the matrix of the packed parameters, if there are any, and a function that waits.
         """
         shards: list[torch.Tensor] = []
         memory, received = rows, None
@@ -218,7 +218,7 @@ class ShardGather:
         return received, all_gather(shards, memory, self._group, self._nbytes)
 
     def send(self, all_gather: AllGather, rows: list[torch.Tensor]) -> Arrival:
-        """As :meth:`begin`; return the arrival."""
+        """Launch the all-gather as :meth:`begin` does, and return its arrival."""
         return self.arrival(rows, *self.begin(all_gather, rows))
 
     def arrival(self, rows: list[torch.Tensor], received: torch.Tensor | None, wait: Callable[[], object]) -> Arrival:
@@ -257,7 +257,7 @@ def from_host(
 def by_deepspeed(params: Sequence[Zero3Parameter], in_storage: bool = True) -> Callable[[torch.Stream | None], None]:
     """Gather ``params``, of one process group, as DeepSpeed does; return a function that waits and sets their values.
 
-    It takes the current stream. For shards that are on disk, quantized, of hpZ, or on this rank alone. ``in_storage``:
+    The function takes the current stream. For shards on NVMe, quantized, of hpZ, or on this rank alone. ``in_storage``:
     set to values in their storages (:class:`UnitStorage`).
     """
     handle = params[0].all_gather_coalesced(list(params))

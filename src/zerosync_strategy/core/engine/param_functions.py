@@ -1,4 +1,4 @@
-"""DeepSpeed's functions of a parameter: on ZeRO-3 ``all_gather``, ``partition`` and ``GatheredParameters``; gradients.
+"""DeepSpeed's functions for parameters, wrapped: gathers and reshards, ``GatheredParameters``, access to gradients.
 
 ``safe_get_full_grad`` and its kin, by which a program reads and writes gradients and master weights, reach shards
 through attributes that DeepSpeed sets on the parameter, and on ZeRO-3 also through methods of the optimizer, which

@@ -139,19 +139,20 @@ class Record:
         writes_found: how often this rank has found that a module had written to the gathered values.
         flags: by stream, flags on the device of such writes, which the host has not read yet.
         watched: the values are compared with the shards before each reshard.
-        plain: gathered from one shard of its values: neither quantized, on disk, nor of hpZ.
+        plain: its shard has plain values, in memory and once: it is neither quantized, on NVMe, nor of hpZ.
         gathers: how often it was gathered for modules, for a step, since the last step.
         hold: keep it from its first use in a window to the step.
-        units: that have it; their claims are its claim ``MODULE``. The parameters of one unit alone share a storage.
-        storage: of its values; ``None`` before the first gather. ``rows``: its part of it, flat, with padding.
-        full: that part without padding, in the shape of the parameter.
+        units: the units that it belongs to. While one of them has a claim, it has the claim ``MODULE``. Parameters of
+            one unit alone share a storage.
+        storage: of its values; ``None`` before the first gather.
+        rows, full: its part of the storage: flat with padding, and in its shape without.
         is_in_storage: the parameter is unsharded there, or about to be, and no context has put it elsewhere.
-        in_shards: its shards have what was written to its values.
+        in_shards: what was written to the gathered values is in the shards already.
         nbytes: of the values; 0 if DeepSpeed keeps it gathered. ``counted``: the bytes that are counted as unsharded.
         values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the classes of the parameter; equal without ``values``.
         placeholders: stand for it in graphs, by whether they need a gradient.
-        changes: knows whether gradients of its engine have gone (``misused_gradients.py``); ``None``: none ever has.
+        changes: knows whether its engine has reduced and dropped gradients; ``None``: it never has.
     """
 
     def __init__(self, param: Zero3Parameter, name: str, owner: Any, group: Any) -> None:
@@ -217,7 +218,7 @@ class Record:
     # ---- the class -----------------------------------------------------------------------------------------------
 
     def intercept(self, values: Any, class_at_rest: type) -> None:
-        """Let ``values`` handle what is done with the parameter at rest, and watch for writes to gathered values."""
+        """Give operations on the parameter at rest to ``values``, and watch for writes to the gathered values."""
         self.values, self.class_at_rest = values, class_at_rest
         self.version, self.watched = self.param._version, True
         self.param.ds_active_sub_modules = _Modules(self)
@@ -233,19 +234,19 @@ class Record:
         settle((self,))
 
     def use(self) -> None:
-        """Give code the own class until :meth:`settle`; the current stream has waited for the values."""
+        """Set the own class until :meth:`settle`; the current stream has waited for the values."""
         self.param.__class__ = self.own_class
 
     # ---- changes of the gathered values --------------------------------------------------------------------------
 
     @internal
     def carry_changes(self) -> None:
-        """Before the values are freed, let ``values`` carry writes to them over to the shards."""
+        """Before the gathered values are freed, copy what was written to them to the shards."""
         if self.values is not None and (self.watched or self.version != self.param._version or self.stays):
             self.values.resharding(self)
 
     def forget_changes(self) -> None:
-        """Treat the values as unchanged: the shards have what was written to them, or are newer."""
+        """Treat the gathered values as unchanged: the shards have the same, or newer ones."""
         self.version = self.param._version
 
     def changed(self) -> bool | torch.Tensor:

@@ -78,7 +78,7 @@ def kind_of(folder: Path) -> Writer | None:
         return None
     state = read(next(iter(shards.values())))["optimizer_state_dict"]
     ranks = state["partition_count"]
-    return Writer(ranks if _is_of_each(state) else ranks[0], _is_of_each(state), is_by_name(state))
+    return Writer(ranks if _is_of_stage_3(state) else ranks[0], _is_of_stage_3(state), is_by_name(state))
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
@@ -126,12 +126,12 @@ def with_torch_state(
 
 
 def _keys(state: SavedState) -> tuple[str, str]:
-    if _is_of_each(state):
+    if _is_of_stage_3(state):
         return "optimizer_state_dict", "fp32_flat_groups"
     return "base_optimizer_state", "single_partition_of_fp32_groups"
 
 
-def _is_of_each(state: SavedState) -> bool:
+def _is_of_stage_3(state: SavedState) -> bool:
     """Return whether it was saved on stage 3, where ranks have parts of each parameter, not of flat groups."""
     return "base_optimizer_state" not in state
 
@@ -142,8 +142,8 @@ class SavedFiles:
     def __init__(self, folder: Path) -> None:
         shards = shards_of(folder)
         states = [read(path)["optimizer_state_dict"] for path in shards.values()]
-        self._is_of_each, self._count = _is_of_each(states[0]), len(states)
-        self.model = read(folder / (_MODEL_OF_RANK.format(0) if self._is_of_each else _MODEL))
+        self._on_stage_3, self._count = _is_of_stage_3(states[0]), len(states)
+        self.model = read(folder / (_MODEL_OF_RANK.format(0) if self._on_stage_3 else _MODEL))
         if missing := {*range(self.model["dp_world_size"])} - shards.keys():
             raise ValueError(f"the optimizer's file of rank {min(missing)} is missing")
         self._states, self._folder = states, folder
@@ -159,13 +159,13 @@ class SavedFiles:
         }
         """The shapes of the optimizer's parameters."""
         self._locations: dict[str, list[Location]] = {name: [] for name in self.shapes}  # of their elements, in order
-        for name, location in self._locations_of_each() if self._is_of_each else self._locations_of_flat():
+        for name, location in self._locations_on_stage_3() if self._on_stage_3 else self._locations_on_stages_1_and_2():
             self._locations[name].append(location)
         for name, of_param in self._locations.items():
             if sum(location.numel for location in of_param) != math.prod(self.shapes[name]):
                 raise ValueError(f"its files do not have all elements of {name!r}")
 
-    def _locations_of_each(self) -> Iterator[tuple[str, Location]]:
+    def _locations_on_stage_3(self) -> Iterator[tuple[str, Location]]:
         for index, shapes in enumerate(self.model["param_shapes"]):
             offset = 0
             for name, shape in shapes.items():
@@ -179,7 +179,7 @@ class SavedFiles:
             if any(of_rank[index].numel() != offset for of_rank in self._masters):
                 raise ValueError(f"the {self._count} ranks had no equal shares of {next(iter(shapes))!r} and others")
 
-    def _locations_of_flat(self) -> Iterator[tuple[str, Location]]:
+    def _locations_on_stages_1_and_2(self) -> Iterator[tuple[str, Location]]:
         ends = dict.fromkeys(self.shapes, 0)
         for rank, state in enumerate(self._states):
             if {*state["partition_count"]} != {self._count}:
@@ -243,10 +243,10 @@ class SavedFiles:
         aliases = self.model.get("shared_params") or {}
         found = {name: value for name, value in self.model["module"].items() if name not in self.shapes | aliases}
         frozen = self.model.get("frozen_param_shapes") or {}
-        if self._is_of_each:  # other parameters have no elements there
+        if self._on_stage_3:  # other parameters have no elements there
             buffers = {*self.model["buffer_names"]}
             found = {name: each for name, each in found.items() if name in buffers or not torch.is_tensor(each)}
-        if self._is_of_each and frozen:
+        if self._on_stage_3 and frozen:
             of_ranks = [read(self._folder / _MODEL_OF_RANK.format(rank)) for rank in range(self._count)]
             for name, shape in frozen.items():
                 flat = torch.cat([each["frozen_param_fragments"][name].reshape(-1) for each in of_ranks])

@@ -1,8 +1,8 @@
 """Transitions of several ZeRO-3 parameters, in as few calls as for one, and the storage of a unit's values.
 
-A parameter is contiguous in it, as one row of the shard of each rank, so a backend can gather into it. What shares a
-storage comes and goes together; what only some of a unit's parameters do, as to be held, gives them storages of their
-own. A parameter of several units has its own, too.
+In a storage, each parameter is contiguous, with the shard of each rank as one row, so a backend can gather in place.
+Parameters that share a storage are unsharded and resharded together. What only some of a unit's parameters do, such as
+being held, gives them a storage of their own. A parameter of several units has its own, too.
 
 Between a forward and its backward, the storage of the values stays the same but has no bytes. Reading
 what autograd has saved of them in between raises torch's own error of a modified tensor, because the version of the
@@ -31,7 +31,7 @@ from zerosync_strategy.core.engine.parameter import (
 
 
 def unshard(records: Iterable[Record]) -> None:
-    """Begin the gathers."""
+    """Mark ``records`` as in flight: their gathers have been issued."""
     in_flight = STATUSES[IN_FLIGHT]
     for record in records:
         param = record.param
@@ -41,9 +41,9 @@ def unshard(records: Iterable[Record]) -> None:
 
 
 def arrive(records: Collection[Record], values: Sequence[torch.Tensor] | None = None) -> bool:
-    """End the gathers, which have filled the storages, or else ``values``: the memory of each from now on.
+    """Set the parameters to their values: in their storages, or else ``values``, one tensor for each.
 
-    Return whether one has a claim, so that it may need another class (:func:`settle`).
+    Return whether one has a claim, so that :func:`settle` may have to change its class.
     """
     unsharded, has_claims = STATUSES[UNSHARDED], False
     for place, record in enumerate(records):
@@ -59,7 +59,7 @@ def arrive(records: Collection[Record], values: Sequence[torch.Tensor] | None = 
 
 
 def reshard(records: Collection[Record], keeps_storage: bool) -> None:
-    """Free the values, after what was written to them has gone to the shards, in :func:`~zero3.as_it_is`.
+    """Copy what was written to the values to the shards, then free them. Call it in :func:`~zero3.as_it_is`.
 
     For ``keeps_storage`` see :func:`free`.
     """
@@ -234,7 +234,7 @@ class UnitStorage:
             self.leave()
 
     def leave(self) -> None:
-        """Let its records, which are all sharded, have another storage the next time."""
+        """Separate it from its records, all sharded: their next gather makes another storage."""
         for record in self.records:
             record.storage = record.rows = record.full = None
 
@@ -244,7 +244,7 @@ def memory_of(
 ) -> list[torch.Tensor]:
     """Return the memory of the values, flat and padded, for a gather to fill. It belongs to the current ``stream``.
 
-    ``gathered``: all that the gather gathers, if there is more.
+    ``gathered``: all records of the gather, if ``records`` are only some of them.
     """
     storage: Any = None
     rows: list[torch.Tensor] = []
@@ -266,14 +266,14 @@ def memory_of(
 
 
 def divide_anew(records: Iterable[Record]) -> None:
-    """Let ``records`` have other storages from their next gather on, because other ones will be held."""
+    """Drop the empty storages of ``records``: other parameters will be held, so the next gather divides them anew."""
     for storage in {record.storage for record in records if record.storage is not None}:
         if not storage.inside:
             storage.leave()
 
 
 def _divide(records: Iterable[Record]) -> None:
-    """Make the storages of ``records``, of one gather."""
+    """Make storages for ``records``, which one gather brings."""
     shared: dict[object, list[Record]] = {}
     for record in records:
         param = record.param

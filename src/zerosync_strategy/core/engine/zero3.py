@@ -86,7 +86,7 @@ def is_left_sharded(param: nn.Parameter) -> bool:
 
 
 def is_released(param: Zero3Parameter) -> bool:
-    """Return whether ``param`` is neither gathered nor in flight."""
+    """Return whether ``param`` is sharded: neither gathered nor in flight."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
@@ -120,7 +120,7 @@ def gathered(records: Iterable[_Record]) -> list[_Record]:
 def by_values(
     params: Iterable[Any],
 ) -> tuple[list[Zero3Parameter], list[Zero3Parameter], list[Zero3Parameter]]:
-    """Return those of ``params`` that have their values, of these the ones in another shape, and the others."""
+    """Return the gathered ``params``, those of them in another shape than their own, and the params not gathered."""
     found: list[Zero3Parameter] = []
     reshaped: list[Zero3Parameter] = []
     others: list[Zero3Parameter] = []
@@ -178,11 +178,11 @@ def gather(param: Zero3Parameter) -> torch.Tensor:
 
 
 as_it_is = torch._C.DisableTorchFunctionSubclass
-"""A context in which a parameter at rest is an ordinary tensor, as DeepSpeed has left it."""
+"""A context in which a parameter at rest is the empty tensor that DeepSpeed has left: nothing is intercepted."""
 
 
 def answer_of_gathered(name: str, param: Zero3Parameter) -> Any:
-    """Return the attribute ``name`` of a gathered ``param``, by which programs ask for its state; or raise."""
+    """Return what the attribute ``name`` of ``param`` would be if it were gathered; or raise ``AttributeError``."""
     if name == "ds_status":
         return type(param.ds_status).AVAILABLE
     if name in ("ds_shape", "ds_numel"):
@@ -203,9 +203,9 @@ def own_range(param: Any) -> tuple[int, int]:
 
 
 def shard_pair(param: Zero3Parameter, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return this rank's shard of ``param``, flat, without padding, and the same part of ``full``.
+    """Return this rank's shard of ``param``, flat and without padding, and the same slice of ``full``.
 
-    By default, ``full`` is the gathered values. Return ``None`` if the shard is all padding or not in memory.
+    ``full`` is by default the gathered values. Return ``None`` if the shard is all padding or not in memory.
     """
     return next(iter(shard_pairs((param,), full)), None)
 
@@ -260,7 +260,7 @@ def own_shard(param: Zero3Parameter) -> torch.Tensor:
 
 
 def has_plain_shard(param: Zero3Parameter) -> bool:
-    """Return whether ``param`` is gathered from one shard of its values: neither quantized, on disk, nor of hpZ."""
+    """Return whether the shard of ``param`` has plain values, in memory and once: not quantized, on NVMe, or of hpZ."""
     shard = param.ds_tensor
     return not (shard.final_location is not None or has_secondary_shard(param) or is_quantized(param))
 

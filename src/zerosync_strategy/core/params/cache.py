@@ -193,7 +193,7 @@ class ParameterCache:
         in_flight: deque[ParameterGather] = deque()
         for chunk in chunks:
             while len(in_flight) >= RECEIVED:
-                in_flight.popleft().copy_out_behind()
+                in_flight.popleft().copy_out_on_gather_stream()
             chunk.issued = True
             if missing := zero3.released(chunk.params):
                 in_flight.extend(self._scheduler.issue(missing))

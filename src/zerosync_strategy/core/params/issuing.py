@@ -279,10 +279,10 @@ class ParameterGather:
         if has_claims:
             settle(self._records)
 
-    def copy_out_behind(self) -> None:
-        """Set the values behind the message on the stream that gathers, so that what was received is freed there.
+    def copy_out_on_gather_stream(self) -> None:
+        """Copy the values out on the gather stream, behind the message, so that the received memory is freed there.
 
-        They are in memory of the current stream, which may still be used by its earlier work (L2).
+        The copies are in memory of the current stream, whose earlier work may still use it (L2).
         """
         if self.is_done or not self._packed:
             return

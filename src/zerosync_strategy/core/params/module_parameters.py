@@ -43,7 +43,9 @@ class ModuleParameters:
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
         self._engines = self.times_written = 0
-        self._of: dict[nn.Module, list[Record]] = {}  # by module: the whole one, and parts of it that have an engine
+        self._records_of: dict[
+            nn.Module, list[Record]
+        ] = {}  # by module: the whole one, and parts of it that have an engine
         groups = gather_groups(engine, topology, streams, config.unshard_streams == "own_communicator")
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
@@ -121,11 +123,11 @@ class ModuleParameters:
 
     def release(self, module: nn.Module) -> None:
         """Reshard the parameters of ``module`` before a step or a checkpoint; see :meth:`ParameterCache.release`."""
-        if module not in self._of:
+        if module not in self._records_of:
             params = set(module.parameters())
-            self._of[module] = [record for record in self.scheduler.records if record.param in params]
+            self._records_of[module] = [record for record in self.scheduler.records if record.param in params]
         self.hooks.end_uses()
-        self.cache.release(self._of[module])
+        self.cache.release(self._records_of[module])
 
     def written(self, by_step: bool) -> None:
         """Record that an optimizer step or a checkpoint has written the shards, on the current stream."""
@@ -156,7 +158,7 @@ def _require_ungathered(engine: DeepSpeedEngine) -> None:
 def full_parameters(engine: DeepSpeedEngine, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
     """While active, ``parameters`` (by default all) are full, and what is written to them is kept. Collective.
 
-    Those that a context around this one has gathered are its: it writes them back.
+    It leaves out what a context around this one has gathered, which writes that back.
     """
     if zero.stage(engine) != 3:
         yield

@@ -1,7 +1,7 @@
 """ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
 
-A *turn* is the parameters that are needed together. They are gathered in the order of (ranks of the process group, id),
-each group separately (U1; ``docs/rules.md`` has the proof). A read where no hook gathers (E1) is a turn of its own.
+Parameters that are needed together are gathered in the order of (ranks of the process group, id), by one request for
+each group (U1; ``docs/rules.md`` has the proof). A read where no hook gathers (E1) is a request of its own.
 
 A stream that waits for a gather waits for no other (U2). An error of the wait says what each rank was gathering.
 """
@@ -32,7 +32,7 @@ from zerosync_strategy.core.params.unit_order import UnitOrder
 from zerosync_strategy.core.params.units import Unit
 
 REMEMBERED = 10_000
-"""The most turns that are cached."""
+"""The most sets of parameters whose requests are cached."""
 
 
 class GatherScheduler:
@@ -101,8 +101,8 @@ class GatherScheduler:
         for digest in self._digests:
             digest.check(self.issuing.names)
 
-    def backward_comes(self, unit: Unit) -> None:
-        """Report that a backward reaches a call of ``unit``, before it gathers."""
+    def backward_comes(self, unit: Unit, grad: object = None) -> None:
+        """Report that a backward reaches a call of ``unit``, before it gathers. A hook on the outputs of held units."""
         behind = self.order.comes_to(unit)
         for reach in self.in_backward:
             reach(behind)
@@ -145,7 +145,7 @@ class GatherScheduler:
         return issued
 
     def _requests_for(self, params: Sequence[Zero3Parameter]) -> list[GatherRequest]:
-        """Return ``params`` by process group, in the order of gathers. Cached, because units are gathered often."""
+        """Return the requests for ``params``, in the order of gathers. Cached, because units are gathered often."""
         ids = zero3.param_ids(params)
         if ids in self._requests:
             return self._requests[ids]
@@ -163,7 +163,7 @@ class GatherScheduler:
     def chunks(
         self, params: Iterable[Zero3Parameter], unit_of: Mapping[Zero3Parameter, object] | None = None
     ) -> Iterator[tuple[int, list[list[Zero3Parameter]]]]:
-        """Yield the place of each process group in the order of gathers, and ``params`` in chunks for one gather each.
+        """Yield the index of each process group in the order of gathers, and ``params`` in chunks for one gather each.
 
         With ``unit_of``, the parameters of a unit are in one chunk, unless messages are smaller.
         """

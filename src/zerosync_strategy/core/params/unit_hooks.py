@@ -15,11 +15,11 @@ A unit that is needed again within ``stage3_max_reuse_distance`` elements is not
 backward, from a forward to its backward, and from a forward without gradients, or a backward that no step follows, to
 the next forward.
 
-The backward hooks are on output tensors, so the graph has no additional nodes. Units stay until another backward has
-ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors with which their backward
-begins, if others may have left beside the outputs, or if their forward runs under a transform of torch.func. Units
-stay until the step if they have returned their parameters, or views of them. A unit that is held until the step waits
-for its runs, once (``cache.py``).
+The backward hooks are on output tensors, so the graph has no additional nodes. Units stay unsharded
+until another backward has ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors
+with which their backward begins, if others may have left beside the outputs, or if their forward runs under a transform
+of torch.func. Units stay unsharded until the step if they have returned their parameters, or views of them. A unit that
+is held until the step waits for its chunks, once (``cache.py``).
 
 The units gathered ahead are those that followed in earlier passes (``unit_order.py``), so they agree on all ranks.
 """
@@ -57,11 +57,11 @@ class Call:
     """A forward of a unit.
 
     Attributes:
-        number: of all calls, this began as the ``number``-th.
-        ended: how many had begun at its end; ``None`` while it runs.
-        reads: the parameters of other units that it has read (``values.py``).
-        nodes: how many nodes graphs had before, of a call that gathers.
-        hooks: on what it saves, until its end.
+        number: it was the ``number``-th call to begin, of all units.
+        ended: how many calls had begun at its end; ``None`` while it runs.
+        reads: the parameters of other units that it has read, with their values (``values.py``).
+        nodes: how many autograd nodes this thread had made before, if it gathers.
+        hooks: on the tensors that autograd saves, until its end.
     """
 
     __slots__ = ("ended", "hooks", "nodes", "number", "reads", "unit")
@@ -102,13 +102,13 @@ class UnitHooks:
         limits = config.prefetch_bucket_size, config.max_live_parameters
         self._forwards, self._backwards = Passes(*limits), Passes(*limits)
         self._expected: dict[Unit, Stay] = {}  # units that no forward or backward uses now
-        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has reached, or will (``END``)
+        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward: units, with the call reached; END: later
         self._calls: list[Call] = []  # the running ones
         self.saved_tensors = SavedTensorHooks(engine.module)
         self._count = 0  # calls that have begun, also in backwards
         self._opened, self._closes = 0, INFINITE  # backwards before this window; at its end, as expected
         self._handles: list[RemovableHandle] = []
-        for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
+        for method in (self._forward_begins, self._forward_ends, self._backward_comes, scheduler.backward_comes):
             compilation.keep_out_of_graphs(method)
         for unit in units:
             begins, ends = partial(self._forward_begins, unit), partial(self._forward_ends, unit)
@@ -119,8 +119,8 @@ class UnitHooks:
         self.recover()
         for handle in self._handles:
             handle.remove()
-        for unit in self._units:
-            unit.unmark()
+        for attributes in (attributes for unit in self._units for attributes in unit.marks):
+            attributes.pop(RUNNING, None)
         self._handles = []
 
     def __deepcopy__(self, memo: object) -> UnitHooks:
@@ -173,7 +173,7 @@ class UnitHooks:
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
                 for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                        hookable(leaf).register_hook(partial(self._backward_passes, unit))
+                        hookable(leaf).register_hook(partial(self._scheduler.backward_comes, unit))
         elif unit.params:
             has_graph = torch.is_grad_enabled()
             leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
@@ -191,9 +191,9 @@ class UnitHooks:
             self._over(self._forwards)
 
     def _expect_uses(self, call: Call, leaves: list[object], task: int, has_graph: bool) -> bool:
-        """See what may use the values after a forward, with outputs ``leaves``; return whether a backward may.
+        """Claim the unit for later uses of its values; ``leaves``: what its forward has returned.
 
-        Then :meth:`_backward_comes` is registered on the outputs.
+        Return whether a backward may use them. Then :meth:`_backward_comes` is registered on the outputs.
         """
         unit, nodes, finds = call.unit, call.nodes, False
         suspects: list[torch.Tensor] = []
@@ -258,10 +258,6 @@ class UnitHooks:
         if torch.is_grad_enabled():
             unit.claims |= {GRAPH}
         self._fetch(unit, self._backwards)
-
-    def _backward_passes(self, unit: Unit, grad: object) -> None:
-        """Report that a backward has reached a call of a held unit, between units that are not held."""
-        self._scheduler.backward_comes(unit)
 
     def _enter(self, task: int, unit: Unit, number: int) -> None:
         if task not in self._tasks:

@@ -119,7 +119,7 @@ class Stay(NamedTuple):
 class Pass:
     """The units of a forward or a backward, in the order of their calls. Distances are in elements of units.
 
-    What is asked at each call is found once and kept, since a pass comes again and again.
+    Answers are kept, because passes repeat.
 
     Attributes:
         start: the distance from the start to the first call of each.

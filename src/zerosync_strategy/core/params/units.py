@@ -59,12 +59,12 @@ class Unit:
 
     Attributes:
         params: its parameters, in the order of gathers; empty for a model whose parameters are all in units inside it.
-        runs: how many of its forwards are running.
+        running: how many of its forwards are running.
         claims: why its values stay: :data:`FORWARD`, :data:`REUSE`, :data:`GRAPH`, :data:`STEP`, and the ids of the
             autograd graph tasks (backwards) that have reached it and not left it. They are one claim of its records.
         marks: the attributes of its modules that have parameters, in which :data:`RUNNING` says whether one is.
-        held: the runs in which it is gathered, if all its parameters are held until the step; else ``None``.
-        pending: it has not waited for these runs in this window, or some stream may still have to wait for them.
+        held: the chunks in which it is gathered, if all its parameters are held until the step; else ``None``.
+        pending: it has not waited for these chunks in this window, or some stream may still have to wait for them.
     """
 
     def __init__(self, module: nn.Module, params: Iterable[Zero3Parameter], is_whole: bool) -> None:
@@ -99,10 +99,6 @@ class Unit:
                 for output in outputs
                 if output.layout is torch.strided
             )
-
-    def unmark(self) -> None:
-        for attributes in self.marks:
-            attributes.pop(RUNNING, None)
 
 
 class Units:

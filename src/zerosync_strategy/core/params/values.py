@@ -55,14 +55,14 @@ class ParameterValues:
             record.placeholders = {}
 
     def leave(self) -> None:
-        """Let all parameters be DeepSpeed's own."""
+        """Give all parameters their own classes and functions back."""
         for record in self._records:
             record.leave()
             param_functions.restore(record.param)
         self._records = []
 
     def begin_step(self, records: Iterable[Record]) -> None:
-        """Until :meth:`written`, the shards of ``records`` have what was written to the gathered values."""
+        """Note, until :meth:`written`, that the shards of ``records`` have what was written to gathered values."""
         self._in_shards = records
         for record in self._in_shards:
             record.in_shards = True
@@ -77,11 +77,11 @@ class ParameterValues:
         if by_step and self._steps == WATCHED_STEPS:
             self._ask_device()
             if self.scheduler.copies:
-                self._tell_ranks()
+                self._share_findings()
             for record in self._records:
                 record.watched = record.writes_found > 0
 
-    def _tell_ranks(self) -> None:
+    def _share_findings(self) -> None:
         """Share what each rank has found in its shard, because a copy has the values of all shards. Collective."""
         for process_group, group in self.scheduler.groups.items():
             of_group = [record for record in self._records if record.group is group]
@@ -284,7 +284,7 @@ class GatheredValues:
     Attributes:
         full: the values, in the parameter's shape.
         in_place: this is the parameter's own memory, which it keeps for its readers' backward.
-        generation: when these were its values; see :meth:`ParameterValues.generation`.
+        generation: of these values; see :meth:`ParameterValues.generation`.
     """
 
     def __init__(
