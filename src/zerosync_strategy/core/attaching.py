@@ -16,6 +16,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.overrides import (
     EngineOverrides,
     OptimizerOverrides,
+    Stage3EngineOverrides,
     Stage3Overrides,
     Stage12Overrides,
     SwitchOverrides,
@@ -113,7 +114,9 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
 def _attached(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
     """Attach the mechanisms of the ZeRO stage to ``engine``, override its methods, and return the attached engine."""
     overrides: type[OptimizerOverrides]
+    of_engine = EngineOverrides
     if zero.stage(engine) == 3:
+        of_engine = Stage3EngineOverrides
         overrides = WholeStage3Overrides if whole else Stage3Overrides
     else:
         overrides = WholeStage12Overrides if whole else Stage12Overrides
@@ -123,7 +126,7 @@ def _attached(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngin
     if switches_weights(stepping := zero.stepping_optimizer(engine)):
         layer = type(overrides.__name__, (ZeroSwitchOverrides, overrides), {})
         switching = [(stepping, SwitchOverrides)]
-    attached.begin((engine, EngineOverrides), (engine.optimizer, layer), *switching)
+    attached.begin((engine, of_engine), (engine.optimizer, layer), *switching)
     return attached
 
 

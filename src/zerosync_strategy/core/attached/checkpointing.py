@@ -238,7 +238,7 @@ def save_distributed(
     part = DistributedSave(Path(path), tag, step, save_latest, config.checkpoint_background)
     with checkpointing(attached, part.what, stock=False), engine_save(part, verifiable=True), part.writing():
         part.content = Contents(attached).written(said | _of_every_format(attached), exclude_frozen)
-        if part.in_background:
+        if attached.parts.copies is not None:
             part.content = attached.parts.copies.of(part.content)
     return True
 

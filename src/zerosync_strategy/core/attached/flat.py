@@ -71,8 +71,15 @@ class FlatStage(Stage):
         if zero.offloads(self._optimizer):
             self._parts.reducer.norm()  # the host waits for it, and so for its copies of the gradients
 
+    def first_uses(self) -> None:
+        """None is gathered in a backward."""
+
+    def pass_issued(self) -> None:
+        """Nothing is compared."""
+
     @contextmanager
-    def gather_after_step(self) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
+        """The parameters that the step has updated are gathered by ours, and not by DeepSpeed."""
         try:
             with zero12.parameter_gather(self._optimizer, self.masters.give):
                 yield
@@ -82,7 +89,7 @@ class FlatStage(Stage):
 
     def after_update(self) -> None:
         self.states.check()
-        self._equal_masters()
+        self._parts.edits.stepped(self._stepped())
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -104,10 +111,6 @@ class FlatStage(Stage):
 
     def take_masters(self, others: Iterable[Any]) -> None:
         self.masters.give_changed()
-        self._equal_masters()
-
-    def _equal_masters(self) -> None:
-        """Note that parameters equal the master weights now; later differences are edits."""
         self._parts.edits.stepped(self._stepped())
 
     def _stepped(self) -> Iterator[WeightPair]:

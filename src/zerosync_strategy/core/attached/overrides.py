@@ -47,19 +47,6 @@ class EngineOverrides(ModeOverrides):
         super()._backward_prologue()
         zero.expect_end(self)
 
-    # On ZeRO-3, DeepSpeed visits all modules before and after a forward, for hooks that are removed.
-
-    def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(self._zerosync_attached.guards, "is_preparing", True):
-            return super()._forward_prologue(*args, **kwargs)
-
-    def _forward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(self._zerosync_attached.guards, "is_preparing", True):
-            return super()._forward_epilogue(*args, **kwargs)
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return not self._zerosync_attached.guards.is_preparing and super().zero_optimization_partition_weights()
-
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the window decides when to reduce, and the gradients' own hooks report to it."""
 
@@ -147,6 +134,21 @@ class EngineOverrides(ModeOverrides):
         self.destroy()
 
 
+class Stage3EngineOverrides(EngineOverrides):
+    """On ZeRO-3, DeepSpeed visits all modules before and after a forward, for hooks that are removed."""
+
+    def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced(self._zerosync_attached.guards, "is_preparing", True):
+            return super()._forward_prologue(*args, **kwargs)
+
+    def _forward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced(self._zerosync_attached.guards, "is_preparing", True):
+            return super()._forward_epilogue(*args, **kwargs)
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return not self._zerosync_attached.guards.is_preparing and super().zero_optimization_partition_weights()
+
+
 class OptimizerOverrides(Stock):
     """Overrides of a ZeRO optimizer on every stage."""
 
@@ -207,10 +209,6 @@ class Stage12Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-1 and ZeRO-2."""
 
     _zerosync_attached: Any  # whose stage is a FlatStage
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync_attached.stage.gather_after_step():
-            return super().step(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_attached.stage.in_stock_layout()
@@ -280,8 +278,8 @@ class Stage3Overrides(OptimizerOverrides):
             super().zero_grad(*args, **kwargs)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        if not self._zerosync_attached.stage.step_jointly(sub_group_id):
-            super()._optimizer_step(sub_group_id)
+        joint = self._zerosync_attached.stage.joint_step
+        super()._optimizer_step(sub_group_id) if joint is None else joint.ready(sub_group_id)
 
     def _partition_all_parameters(self) -> None:
         self._zerosync_attached.stage.release()

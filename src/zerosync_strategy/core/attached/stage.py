@@ -25,6 +25,9 @@ from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.of_module import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
+Around = Callable[[], AbstractContextManager[None]]
+"""Makes a context around something; ``nullcontext`` where a stage has nothing to do there."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -33,9 +36,9 @@ class Parts:
     Attributes:
         names: of the module's parameters.
         edits: finds what the program has written to parameters, for the master weights.
-        statistics: of BatchNorm and the like, alike on all ranks after a step.
+        statistics: of BatchNorm and the like, alike on all ranks after a step; ``None``: the module has none.
         counter: of what the engine sends.
-        copies: of what checkpoints in the background have.
+        copies: of what checkpoints in the background have; ``None``: they are written at once.
         activity: a context around what may communicate (W4).
         apart: a context around traffic that is not the step's.
     """
@@ -46,9 +49,9 @@ class Parts:
     reducer: Reducer
     window: Window
     edits: MasterWeights
-    statistics: RunningStatistics
+    statistics: RunningStatistics | None
     counter: SentCounter
-    copies: StagingMemory
+    copies: StagingMemory | None
     activity: Section
     apart: Section
 
@@ -84,23 +87,20 @@ class Stage(ABC):
     def forward(self) -> AbstractContextManager[None]:
         """Around a forward."""
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Around ``engine.backward``."""
-        return nullcontext()
-
-    def graph_begins(self) -> None:
-        """Called inside an autograd graph, before the first gradient."""
+    backward: Around = nullcontext
+    """Around ``engine.backward``."""
 
     @abstractmethod
     def backward_begins(self, opens: bool) -> None:
         """Called when a backward of the window begins; ``opens``: it is the first."""
 
+    @abstractmethod
     def first_uses(self) -> Mapping[int, int] | None:
         """Return when the forward first used each parameter; ``None`` if the backward gathers none on its way."""
-        return None
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def pass_issued(self) -> None:
         """Called in a step, when all gradients are being reduced, before the norm."""
 
@@ -108,9 +108,8 @@ class Stage(ABC):
     def before_update(self) -> None:
         """Called after gradients have been reduced, before the optimizer steps."""
 
-    def updating(self) -> AbstractContextManager[None]:
-        """Around the optimizer's step."""
-        return nullcontext()
+    updating: Around
+    """Around the optimizer's step."""
 
     @abstractmethod
     def after_update(self) -> None:
@@ -118,9 +117,8 @@ class Stage(ABC):
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def as_they_are(self) -> AbstractContextManager[None]:
-        """Around DeepSpeed's own work on parameters: its reads do not unshard them."""
-        return nullcontext()
+    as_they_are: Around = nullcontext
+    """Around DeepSpeed's own work on parameters: its reads do not unshard them."""
 
     @abstractmethod
     def written(self, by_step: bool) -> None:
@@ -163,9 +161,8 @@ class Stage(ABC):
 
     # ---- other events, and the end -------------------------------------------------------------------------------
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Around what a call of the program's to this engine gathers, of several engines of a module."""
-        return nullcontext()
+    reading: Around = nullcontext
+    """Around what a call of the program's to this engine gathers, of several engines of a module."""
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

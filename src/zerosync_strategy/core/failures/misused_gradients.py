@@ -56,11 +56,6 @@ def stand_in(param: Any) -> torch.Tensor:
     return _stand_ins[id(param)]
 
 
-def forget_stand_ins() -> None:
-    """Forget the stand-ins of all parameters."""
-    _stand_ins.clear()
-
-
 class _Classes(dict[type, type]):
     """By class of a parameter, the class that shows a stand-in."""
 
@@ -74,13 +69,6 @@ class _Classes(dict[type, type]):
         return shows
 
 
-class _Stock(dict[type, type]):
-    """By class of a parameter, the class without a stand-in."""
-
-    def __missing__(self, shows: type) -> type:
-        return shows
-
-
 def _read(param: Any) -> torch.Tensor | None:
     found: torch.Tensor | None = GET_GRAD(param)
     return stand_in(param) if found is None and param.requires_grad else found
@@ -88,11 +76,13 @@ def _read(param: Any) -> torch.Tensor | None:
 
 def _copy(param: Any, memo: dict[int, Any]) -> Any:
     copied = stock_of[type(param)].__deepcopy__(param, memo)  # type: ignore[attr-defined]
-    copied.__class__ = stock_of[type(copied)]
+    copied.__class__ = stock_of.get(type(copied), type(copied))
     return copied
 
 
-showing, stock_of = _Classes(), _Stock()
+showing = _Classes()
+stock_of: dict[type, type] = {}
+"""By class that shows a stand-in, the class without."""
 
 
 class LocalChanges:
@@ -139,9 +129,9 @@ class LocalChanges:
         if not self.gone:
             return
         self.gone = False
-        forget_stand_ins()
+        _stand_ins.clear()
         for param in self._params:
-            param.__class__ = stock_of[param.__class__]
+            param.__class__ = stock_of.get(param.__class__, param.__class__)
 
     def check(self, but: Any = None) -> None:
         """Raise if a gradient has changed since :meth:`note`, except that of ``but``. It may be set to ``None``."""

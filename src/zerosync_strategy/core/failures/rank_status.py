@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm import journal
 from zerosync_strategy.core.comm.collectives import timeout_of
+from zerosync_strategy.core.engine.types import Store
 from zerosync_strategy.core.failures.errors import RankError, add_note, is_communication_error
 from zerosync_strategy.core.failures.flight_recorder import Key
 from zerosync_strategy.core.failures.inquiry import Inquiries
@@ -117,7 +118,7 @@ class RankStatus:
     ``patience``: seconds without progress after which a rank prints what all ranks do; zero: no watch.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, patience: float = 0) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, patience: float = 0) -> None:
         self._rank = rank
         self._activities: list[tuple[object, float]] = []  # innermost last, each with its start time
         self._position = "before its first optimizer step"
