@@ -34,10 +34,11 @@ PARAMETERS = 6_738_415_616  # of Llama-2-7B
 PEAK, UTILIZATION, LINK = 989e12, 0.4, 50e9  # of an H100 or H200 in bf16, FLOP/s; 400 Gbit/s for each GPU, bytes/s
 REPEATS = 5
 AREAS = {
-    "hooks of units, and their order": "params/unit params/cache params/held engine/stock_hooks engine/saved_tensors",
-    "gathers": "params/issuing params/sources params/scheduler params/gather_groups params/copies engine/gathering"
-    " engine/storage comm/collectives comm/journal comm/streams failures/matching failures/rank_",
-    "states of parameters": "engine/parameter engine/zero3.py engine/param_functions engine/torch_internals",
+    "hooks of units, and their order": "params/unit params/cache params/held engine/hooks",
+    "gathers": "params/issuing params/sources params/scheduler params/shard_groups params/copies engine/gathering"
+    " comm/collectives comm/journal comm/streams failures/matching failures/rank_",
+    "states of parameters": "engine/parameter engine/transitions engine/zero3.py engine/param_functions"
+    " engine/torch_internals",
     "reads of parameters": "params/",
     "gradients, reductions, communication": "gradients/ failures/misused_gradients comm/",
     "steps, windows and reports": "zerosync_strategy/",

@@ -19,11 +19,11 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import ContractError, attach
 from zerosync_strategy.accelerate.contract import TRAINER
 from zerosync_strategy.core.engine import (
-    checkpoint_files,
     compat,
     compilation,
     contract,
     deepspeed_internals,
+    engine_state,
     several,
     torch_internals,
     transformers,
@@ -118,7 +118,7 @@ FEATURES: dict[int, list[tuple[tuple[Internal, ...], Callable[[Any], Any]]]] = {
         (torch_internals.COMPILATION, attach),
         (deepspeed_internals.SEVERAL_ENGINES, lambda engine: several.restrict(engine, engine.module, engine)),
         (deepspeed_internals.NESTED_ZERO_INIT, lambda _: zero3.wrap_zero_init(print)),
-        (deepspeed_internals.EVALUATION, lambda engine: checkpoint_files.loading_without_optimizer(engine).__enter__()),
+        (deepspeed_internals.EVALUATION, lambda engine: engine_state.loading_without_optimizer(engine).__enter__()),
     ],
 }
 

@@ -19,7 +19,7 @@ from tests.harness import engines
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, prepare_cpu
 from zerosync_strategy.core.attached import engine as attached_engine
-from zerosync_strategy.core.engine.parameter_states import TRANSITIONS, Claim, State
+from zerosync_strategy.core.engine.parameter import TRANSITIONS, Claim, State
 from zerosync_strategy.core.optimizer import masters
 
 pytestmark = pytest.mark.off_device("what is called is the same there")

@@ -513,8 +513,7 @@ def parameter() -> None:
     picture.panel(left + 270, y, 14, 14, 3)
     picture.text(left + 292, y + 12, "SHARDED", "small")
     notes = (
-        f"Claims keep the values: {', '.join(walks.members('Claim'))}."
-        " engine/parameter_states.py says what each is for.",
+        f"Claims keep the values: {', '.join(walks.members('Claim'))}. engine/parameter.py says what each is for.",
         "WRITE goes to the shard at once and counts; a step, a checkpoint and a context that has written reshard in"
         " spite of claims.",
     )

@@ -65,19 +65,20 @@ UNIT = (
     Station("params/unit_hooks.py", "UnitHooks._fetch", "the unit needs its parameters", "gather"),
     Station("params/scheduler.py", "GatherScheduler.issue", "what is sharded is gathered in one order (U1)", "gather"),
     Station("params/sources.py", "AllShards.issue", "the shards are sent, in one message", "gather"),
-    Station("engine/parameter.py", "unshard", "SHARDED -> IN_FLIGHT", "gather"),
+    Station("engine/transitions.py", "unshard", "SHARDED -> IN_FLIGHT", "gather"),
     Station("params/issuing.py", "arrived", "this stream waits for this gather (U2)", "gather"),
-    Station("engine/parameter.py", "arrive", "IN_FLIGHT -> UNSHARDED", "gather"),
+    Station("engine/transitions.py", "arrive", "IN_FLIGHT -> UNSHARDED", "gather"),
     Station("params/unit_hooks.py", "UnitHooks._gather_ahead", "what followed before is gathered ahead", "gather"),
     Station("params/unit_hooks.py", "UnitHooks._forward_ends", "the forward of the unit ends", "forward"),
-    Station("engine/parameter.py", "reshard", "UNSHARDED -> SHARDED", "reshard"),
+    Station("engine/transitions.py", "reshard", "UNSHARDED -> SHARDED", "reshard"),
     Station("params/unit_hooks.py", "UnitHooks._backward_comes", "the backward comes: it is gathered again",
             "backward"),
     Station("params/unit_hooks.py", "UnitHooks._leave", "the backward has left it: it is resharded", "backward"),
     Station("attached/sharded.py", "ShardedStage.pass_issued", "ranks compare what they gathered (W4)",
             "the step"),
     Station("attached/sharded.py", "ShardedStage.release", "what was held is resharded", "the step"),
-    Station("params/of_module.py", "ModuleParameters.written", "the shards are stepped, copies are old", "the step"),
+    Station("params/module_parameters.py", "ModuleParameters.written", "the shards are stepped, copies are old",
+            "the step"),
 )  # fmt: skip
 """Of a unit of ZeRO-3 that is not held, in the same."""
 
@@ -89,7 +90,7 @@ OPTION = (
     Station("attached/engine.py", "AttachedEngine.__init__", "the parts are made, with the options", "attach()"),
     Station("attached/flat.py", "FlatStage.check_options", "what the stage cannot do raises", "attach()"),
     Station("gradients/reducer.py", "Reducer.__init__", "one of the parts reads it", "attach()"),
-    Station("gradients/buckets.py", "choose_buckets", "each bucket notes where its gradients stay", "attach()"),
+    Station("gradients/buckets.py", "choose_levels", "each bucket notes where its gradients stay", "attach()"),
     Station("attached/engine.py", "AttachedEngine.begin", "overrides and hooks are on the engine", "attach()"),
     Station("attached/engine.py", "AttachedEngine.summary", "the first line of the log says it", "attach()"),
     Station("gradients/reducer.py", "Reducer.begin_backward", "a backward asks the buckets", "a backward"),
@@ -115,15 +116,15 @@ def functions_of(file: str) -> dict[int, str]:
 
 
 def members(enum: str) -> dict[str, str]:
-    """Return the members of an enum in core/engine/parameter_states.py, each with what stands beside it."""
-    text = (SOURCE / "core" / "engine" / "parameter_states.py").read_text()
+    """Return the members of an enum in core/engine/parameter.py, each with what stands beside it."""
+    text = (SOURCE / "core" / "engine" / "parameter.py").read_text()
     body = text.partition(f"class {enum}(")[2].partition("\nclass ")[0]
     return dict(re.findall(r"^    (\w+) = .*  # (.*)$", body, re.MULTILINE))
 
 
 def transitions() -> dict[str, dict[str, str]]:
-    """Return the table of states in core/engine/parameter_states.py: by event and state, what follows."""
-    text = ast.get_docstring(ast.parse((SOURCE / "core" / "engine" / "parameter_states.py").read_text())) or ""
+    """Return the table of states in core/engine/parameter.py: by event and state, what follows."""
+    text = ast.get_docstring(ast.parse((SOURCE / "core" / "engine" / "parameter.py").read_text())) or ""
     _, head, rows, *_ = re.split(r"^=[= ]+$\n", text, flags=re.MULTILINE)
     split = re.compile(r" {2,}")
     _, *states = split.split(head.strip().replace("`", ""))

@@ -13,12 +13,12 @@ from zerosync_strategy.version import __version__
 if TYPE_CHECKING:
     from zerosync_strategy.accelerate.plugin import ZeroSyncPlugin
     from zerosync_strategy.core.attaching import attach
+    from zerosync_strategy.core.engine.compat import prepare_cpu
     from zerosync_strategy.core.engine.contract import ContractError
-    from zerosync_strategy.core.engine.cpu import prepare_cpu
     from zerosync_strategy.core.failures.errors import CheckpointError, RankError
     from zerosync_strategy.core.handle import ZeroSync
     from zerosync_strategy.core.options import ZeroSyncConfig
-    from zerosync_strategy.core.params.shard_over import shard_over
+    from zerosync_strategy.core.params.shard_groups import shard_over
     from zerosync_strategy.core.report import StepReport
     from zerosync_strategy.fabric.strategy import ZeroSyncFabricStrategy
     from zerosync_strategy.lightning.monitor import ZeroSyncMonitor
@@ -53,8 +53,8 @@ _HOME = {
     "ZeroSyncPlugin": "zerosync_strategy.accelerate",
     "ZeroSyncStrategy": "zerosync_strategy.lightning",
     "attach": "zerosync_strategy.core.attaching",
-    "prepare_cpu": "zerosync_strategy.core.engine.cpu",
-    "shard_over": "zerosync_strategy.core.params.shard_over",
+    "prepare_cpu": "zerosync_strategy.core.engine.compat",
+    "shard_over": "zerosync_strategy.core.params.shard_groups",
 }
 
 

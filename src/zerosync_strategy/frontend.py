@@ -31,17 +31,17 @@ from zerosync_strategy.core.checkpoints.loads import SavedCheckpoint, one_load
 from zerosync_strategy.core.checkpoints.manifests import is_distributed
 from zerosync_strategy.core.checkpoints.saves import one_save
 from zerosync_strategy.core.comm.collectives import largest
-from zerosync_strategy.core.engine import cpu, patches, zero
-from zerosync_strategy.core.engine.checkpoint_files import (
+from zerosync_strategy.core.engine import compat, patches, zero
+from zerosync_strategy.core.engine.compat import allow_any_model
+from zerosync_strategy.core.engine.engine_state import (
     FrozenStay,
     frozen_missing,
     loading_without_optimizer,
 )
-from zerosync_strategy.core.engine.compat import allow_any_model
-from zerosync_strategy.core.engine.interpose import ModeOverrides, Stock, interpose, replaced, restore
+from zerosync_strategy.core.engine.hooks import drop_functions, leave_sharded
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
+from zerosync_strategy.core.engine.patches import ModeOverrides, Stock, interpose, replaced, restore
 from zerosync_strategy.core.engine.several import part_of, requiring_grad, restrict, show_parameters
-from zerosync_strategy.core.engine.stock_hooks import drop_functions, leave_sharded
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
 from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group, in_full_shapes
@@ -57,8 +57,8 @@ from zerosync_strategy.core.optimizer.problems import (
     optimizer_problem,
 )
 from zerosync_strategy.core.options import ZeroSyncConfig, refuse_removed
-from zerosync_strategy.core.params.full_parameters import copy_problem, readable
-from zerosync_strategy.core.params.shard_over import refuse_nested_init
+from zerosync_strategy.core.params.module_parameters import copy_problem, readable
+from zerosync_strategy.core.params.shard_groups import refuse_nested_init
 from zerosync_strategy.core.params.state_entries import in_full
 from zerosync_strategy.core.report import StepReport
 
@@ -104,13 +104,13 @@ def prepare_device(device_type: str, precision: object = None) -> str:
             f"DeepSpeed does not train with precision={precision!r} on CPU. Use '32-true', 'bf16-mixed' or 'bf16-true',"
             " or a GPU."
         )
-    cpu.prepare_cpu()
+    compat.prepare_cpu()
     return ""
 
 
 def share_process_group() -> None:
     """Make DeepSpeed use a process group that the program or its framework has made without it, if there is one."""
-    cpu.take_process_group()
+    compat.take_process_group()
 
 
 @contextmanager

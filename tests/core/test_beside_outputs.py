@@ -10,7 +10,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine.saved_tensors import FIRST_STEPS
+from zerosync_strategy.core.engine.hooks import FIRST_STEPS
 
 WIDTH, STEPS = 6, 5
 ZERO = {f"stage3_{name}": 0 for name in ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")}

@@ -17,7 +17,7 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.attached.overrides import EngineOverrides
-from zerosync_strategy.core.engine.interpose import interpose, restore
+from zerosync_strategy.core.engine.patches import interpose, restore
 from zerosync_strategy.core.engine.several import part_of, restrict
 
 T = TypeVar("T")

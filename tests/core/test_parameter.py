@@ -7,26 +7,17 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from zerosync_strategy.core.engine.parameter import (
-    Record,
-    arrive,
-    claim,
-    drop,
-    is_in_use,
-    record_of,
-    reshard,
-    unshard,
-)
-from zerosync_strategy.core.engine.parameter_states import TRANSITIONS, Claim, Event, State
+from zerosync_strategy.core.engine.parameter import TRANSITIONS, Claim, Event, Record, State, is_in_use, record_of
+from zerosync_strategy.core.engine.transitions import arrive, claim, drop, reshard, unshard
 
 
 class Owner:
     """What schedules gathers: ends those that are under way, and hears of writes."""
 
     def __init__(self) -> None:
-        self.writes = 0
+        self.writes, self.streams = 0, self
 
-    def shards_written(self) -> None:
+    def record_write(self) -> None:
         self.writes += 1
 
     def arrive(self, param: Any) -> None:

@@ -16,7 +16,7 @@ from tests.harness.engines import make_engine, rank
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine.storage import ALIGNMENT
+from zerosync_strategy.core.engine.transitions import ALIGNMENT
 
 WIDTH = 12
 SHARDED = {

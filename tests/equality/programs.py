@@ -79,7 +79,7 @@ def data(k: int) -> torch.Tensor:
 def start() -> None:
     prepare_cpu = getattr(zerosync_strategy, "prepare_cpu", None)
     if prepare_cpu is None:  # before it was public
-        from zerosync_strategy.core.cpu import prepare_cpu
+        from zerosync_strategy.core.engine.compat import prepare_cpu
     prepare_cpu()
     deepspeed.init_distributed("gloo", dist_init_required=not dist.is_initialized(), verbose=False)
 

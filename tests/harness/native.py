@@ -32,9 +32,9 @@ def send_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gradients and parameters go by the backend's own collectives."""
     from zerosync_strategy.core.comm import collectives  # not above: the race checker needs torch alone
     from zerosync_strategy.core.gradients import layout
-    from zerosync_strategy.core.params import gather_groups
+    from zerosync_strategy.core.params import shard_groups
 
-    for module in (collectives, layout, gather_groups):
+    for module in (collectives, layout, shard_groups):
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
     for name in COALESCED:
         if hasattr(dist.ProcessGroup, name):

@@ -11,7 +11,7 @@ from tests.harness.racecheck import Simulation, simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.params import gather_groups
+from zerosync_strategy.core.params import shard_groups
 from zerosync_strategy.core.params.issuing import ParameterGather
 
 
@@ -130,5 +130,5 @@ def test_streams_are_made_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) 
             assert before == [groups[param.ds_process_group].stream for param in engine.module.parameters()]
             return len({stream.id for stream in before})
 
-    monkeypatch.setattr(gather_groups, "MAX_STREAMS", 2)
+    monkeypatch.setattr(shard_groups, "MAX_STREAMS", 2)
     assert run_ranks(run, "per_group", world_size=WORLD) == [2] * WORLD

@@ -41,7 +41,7 @@ from zerosync_strategy.core.optimizer.problems import (
     take_out_dropped_groups,
 )
 from zerosync_strategy.core.options import BLOCK, ZeroSyncConfig
-from zerosync_strategy.core.params.shard_over import layout_problem
+from zerosync_strategy.core.params.shard_groups import layout_problem
 from zerosync_strategy.core.report import count_text
 from zerosync_strategy.version import __version__
 

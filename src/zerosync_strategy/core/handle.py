@@ -15,7 +15,7 @@ from zerosync_strategy.core.attached.full_weights import FullWeights, export_wei
 from zerosync_strategy.core.checkpoints.background import wait_for_save
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.options import parse_bytes
-from zerosync_strategy.core.params.full_parameters import full_parameters
+from zerosync_strategy.core.params.module_parameters import full_parameters
 from zerosync_strategy.core.report import StepReport
 
 

@@ -84,7 +84,7 @@ def _prepare() -> None:
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
-    from zerosync_strategy.core.engine.cpu import prepare_cpu
+    from zerosync_strategy.core.engine.compat import prepare_cpu
 
     if get_accelerator().device_name() == "cpu" and not comm.is_initialized():
         prepare_cpu()

@@ -34,7 +34,7 @@ from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage12 import why_stock
 from zerosync_strategy.core.options import ZeroSyncConfig
-from zerosync_strategy.core.params.of_module import ModuleParameters
+from zerosync_strategy.core.params.module_parameters import ModuleParameters
 from zerosync_strategy.core.report import Choice, size_text
 
 SHARE = 4
@@ -298,7 +298,7 @@ def automatic_budgets(
         if cache is not None:
             in_full, in_shards = cache.set_budget(parameter_budget(memory, cache.plan.wanted_in_shards()))
         if config.gradients.automatic:
-            gradients = reducer.defer(gradient_budget(memory, in_full, in_shards))
+            gradients = reducer.keep(gradient_budget(memory, in_full, in_shards))
         return Choice(
             limit=memory.limit,
             room=memory.left(in_full) - in_shards - gradients,

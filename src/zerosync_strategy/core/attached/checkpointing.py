@@ -19,7 +19,7 @@ from zerosync_strategy.core.checkpoints.manifests import is_distributed
 from zerosync_strategy.core.checkpoints.readers import DCPReader, Reader, StockReader
 from zerosync_strategy.core.checkpoints.saves import DistributedSave, EngineSave, engine_save
 from zerosync_strategy.core.comm.collectives import largest
-from zerosync_strategy.core.engine import checkpoint_files, saved_files, zero
+from zerosync_strategy.core.engine import engine_state, saved_files, zero
 from zerosync_strategy.core.engine.several import requiring_grad
 from zerosync_strategy.core.failures.agreement import together
 from zerosync_strategy.core.failures.errors import (
@@ -54,12 +54,12 @@ def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> 
     engine = attached.parts.engine
     before_save(attached)
     save = EngineSave(Path(path), tag, engine.global_steps, attached.parts.config.checkpoint_checksums, save_latest)
-    verifiable = checkpoint_files.writes_at_once(engine)
+    verifiable = engine_state.writes_at_once(engine)
     with checkpointing(attached, save.what), engine_save(save, verifiable):
         if not verifiable:
             yield save_latest
             return
-        with checkpoint_files.writing(engine, save.writing):
+        with engine_state.writing(engine, save.writing):
             yield False  # engine_save() writes it, when all is written
 
 
@@ -80,7 +80,7 @@ def find(
 ) -> tuple[str | None, type[Reader] | None]:
     """Return the verified tag that ``load_checkpoint`` loads, and who reads it; ``None``: DeepSpeed. Collective."""
     wait_for_save()
-    if checkpoint_files.loads_universal(attached.parts.engine):
+    if engine_state.loads_universal(attached.parts.engine):
         raise ValueError(
             "load_checkpoint() found 'checkpoint.load_universal' = true in DeepSpeed's configuration. Any number of"
             " ranks loads the checkpoint that save_checkpoint() wrote: leave the option out, and load that one. If"
@@ -118,7 +118,7 @@ def _is_of_others(attached: AttachedEngine, folder: Path, optimizer_states: bool
 def _any_ranks(attached: AttachedEngine) -> bool:
     """Return whether a checkpoint of DeepSpeed's can be read by name."""
     engine = attached.parts.engine
-    return checkpoint_files.is_readable(engine) and not why_not_by_name(engine)
+    return engine_state.is_readable(engine) and not why_not_by_name(engine)
 
 
 @contextmanager
@@ -157,13 +157,13 @@ def source_of(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: b
         shards=optimizer_states or weights_in_shards,
         any_ranks=any_ranks or not optimizer_states,
         weights_of_latest=weights_in_shards and not optimizer_states and not any_ranks,
-        files=lambda folder: checkpoint_files.files_to_load(engine, folder, optimizer_states, any_ranks),
+        files=lambda folder: engine_state.files_to_load(engine, folder, optimizer_states, any_ranks),
     )  # fmt: skip
 
 
 def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Raise :class:`NothingReplaced` if ``state`` has all of ``module`` except its frozen parameters."""
-    missing = checkpoint_files.frozen_missing(module, state)
+    missing = engine_state.frozen_missing(module, state)
     if missing and missing.keys() == module.state_dict().keys() - state.keys():
         raise NothingReplaced(f"{frozen_left_out(next(iter(missing)))}. {NOTHING_LOADED}")
 

@@ -30,8 +30,8 @@ from zerosync_strategy.core.checkpoints.dcp import Content, Key, Piece, text_of
 from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.checkpoints.readers import DCPReader, Reader
 from zerosync_strategy.core.engine import engine_state, zero, zero3
-from zerosync_strategy.core.engine.checkpoint_files import FrozenStay
 from zerosync_strategy.core.engine.compilation import plain_name
+from zerosync_strategy.core.engine.engine_state import FrozenStay
 from zerosync_strategy.core.failures.errors import frozen_left_out
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 

@@ -41,10 +41,9 @@ from zerosync_strategy.core.checkpoints.background import StagingMemory, wait_fo
 from zerosync_strategy.core.comm.collectives import is_native, share_timeout
 from zerosync_strategy.core.comm.journal import SentCounter, phase
 from zerosync_strategy.core.comm.nodes import Topology, messages_of
-from zerosync_strategy.core.engine import compilation, engine_state, fragments, patches, zero
-from zerosync_strategy.core.engine.compat import allow_any_model
-from zerosync_strategy.core.engine.cpu import leave_out_ranges
-from zerosync_strategy.core.engine.interpose import interpose, replaced, restore
+from zerosync_strategy.core.engine import compilation, engine_state, param_functions, patches, zero
+from zerosync_strategy.core.engine.compat import allow_any_model, leave_out_ranges
+from zerosync_strategy.core.engine.patches import interpose, replaced, restore
 from zerosync_strategy.core.failures.misused_gradients import LocalChanges
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
@@ -58,7 +57,7 @@ from zerosync_strategy.core.gradients.window import Window, WindowState
 from zerosync_strategy.core.optimizer.edits import MasterWeights, guard_states, unguard_states
 from zerosync_strategy.core.optimizer.whole import StatesByName, WholeStepper
 from zerosync_strategy.core.options import ZeroSyncConfig
-from zerosync_strategy.core.params.full_parameters import let_average
+from zerosync_strategy.core.params.module_parameters import let_average
 from zerosync_strategy.core.report import size_text
 
 _numbers = itertools.count()
@@ -149,7 +148,7 @@ class AttachedEngine:
             undo(unguard_states, zero.stepping_optimizer(engine))
             self.guard_states()
             self.fragments_linked()
-            undo(fragments.release, parts.reducer.params)
+            undo(param_functions.release_gradients, parts.reducer.params)
             parts.reducer.attach(lambda gradient: partial(parts.window.added, gradient))
             undo(parts.reducer.detach)
             undo(self.stage.detach)
@@ -165,7 +164,7 @@ class AttachedEngine:
 
     def fragments_linked(self) -> None:
         """Wrap the functions behind ``safe_get_...`` again, after DeepSpeed has replaced them."""
-        fragments.intercept(self.parts.reducer.params, self.stage.pending)
+        param_functions.intercept_gradients(self.parts.reducer.params, self.stage.pending)
 
     def detach(self) -> None:
         """Restore the engine; raise ``RuntimeError`` if that is impossible."""

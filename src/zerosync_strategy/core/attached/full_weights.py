@@ -21,8 +21,8 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.checkpoints.weight_files import WeightSpec, export
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.params.full_parameters import full_parameters
 from zerosync_strategy.core.params.intercepted import Alias, Unsharded
+from zerosync_strategy.core.params.module_parameters import full_parameters
 
 
 class FullWeights:

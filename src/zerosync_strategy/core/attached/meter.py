@@ -14,7 +14,7 @@ from zerosync_strategy.core.attached.budgets import AutomaticBudgets
 from zerosync_strategy.core.attached.stage import Parts
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.failures.rank_state import Cause, Departure
-from zerosync_strategy.core.params.of_module import ModuleParameters
+from zerosync_strategy.core.params.module_parameters import ModuleParameters
 from zerosync_strategy.core.report import StepObserver, StepReport, size_text
 
 _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_host_bytes", "loaded_bytes")

@@ -1,6 +1,6 @@
 """The methods of DeepSpeed's engine and optimizer that ZeroSync overrides.
 
-Each class here is interposed before DeepSpeed's own (``interpose.py``). It has no state and forwards calls to the
+Each class here is interposed before DeepSpeed's own (``engine/patches.py``). It has no state and forwards calls to the
 attached engine.
 """
 
@@ -15,8 +15,8 @@ import torch
 from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.checkpoint_files import FrozenStay
-from zerosync_strategy.core.engine.interpose import ModeOverrides, Stock, replaced
+from zerosync_strategy.core.engine.engine_state import FrozenStay
+from zerosync_strategy.core.engine.patches import ModeOverrides, Stock, replaced
 
 
 class EngineOverrides(ModeOverrides):

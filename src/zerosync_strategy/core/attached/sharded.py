@@ -19,10 +19,9 @@ from zerosync_strategy.core.engine import (
     zero3,
     zero3_optimizer,
 )
-from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import record_of
-from zerosync_strategy.core.engine.parameter_states import CONTEXT
-from zerosync_strategy.core.engine.stock_hooks import drop_functions
+from zerosync_strategy.core.engine.hooks import drop_functions
+from zerosync_strategy.core.engine.parameter import CONTEXT, record_of
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.failures.rank_state import Doing
@@ -35,7 +34,7 @@ from zerosync_strategy.core.optimizer.pending import PendingGradients
 from zerosync_strategy.core.optimizer.probe import switches_weights
 from zerosync_strategy.core.optimizer.stepper import Stepper, counts_by_tensor
 from zerosync_strategy.core.options import ZeroSyncConfig
-from zerosync_strategy.core.params.of_module import ModuleParameters
+from zerosync_strategy.core.params.module_parameters import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.state_entries import warn_of_what_is_left
 from zerosync_strategy.core.report import size_text
@@ -121,7 +120,7 @@ class ShardedStage(Stage):
             window.interrupted = False
             self.of_module.recover()
         if window.state is WindowState.CLOSED:
-            self.scheduler.shards_written()  # by calls of the program since the step
+            self.scheduler.streams.record_write()  # by calls of the program since the step
         self.of_module.forward_begins()
         apart = nullcontext() if torch.is_grad_enabled() else self._count.without_gradients()
         with self._parts.activity(Doing.FORWARD), self.scheduler.order.forward(), apart, self.backward():
@@ -177,7 +176,7 @@ class ShardedStage(Stage):
         return self.of_module.times_written
 
     def adopt_edits(self) -> None:
-        self.scheduler.shards_written()
+        self.scheduler.streams.record_write()
         write_gathered_to_shards(self._parts.reducer.params, self._parts.names)
         self._parts.edits.adopt(zero3_optimizer.weights(self._optimizer))
 

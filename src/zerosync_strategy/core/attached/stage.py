@@ -22,7 +22,7 @@ from zerosync_strategy.core.optimizer.masters import Masters
 from zerosync_strategy.core.optimizer.pending import PendingGradients, Section
 from zerosync_strategy.core.optimizer.stepper import Stepper
 from zerosync_strategy.core.options import ZeroSyncConfig
-from zerosync_strategy.core.params.of_module import ModuleParameters
+from zerosync_strategy.core.params.module_parameters import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 Around = Callable[[], AbstractContextManager[None]]

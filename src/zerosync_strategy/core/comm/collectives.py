@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_timeout
 
 from zerosync_strategy.core.comm.journal import Exchange, SentCounter, Waiting, issue, launched
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.types import Work
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerosync_strategy.core.engine import contract, deepspeed_internals, stock_hooks
+from zerosync_strategy.core.engine import contract, deepspeed_internals, hooks
 
 
 def leave_to_eager_code(tensors: Any) -> None:
@@ -32,11 +32,6 @@ def keep_out_of_graphs(method: Any) -> None:
 
     method.__func__._torchdynamo_disable = True
     set_code_exec_strategy(method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-
-
-def is_compiled(root: torch.nn.Module) -> bool:
-    """Return whether ``root`` or a module inside it is compiled."""
-    return any(vars(module).get("_compiled_call_impl") is not None for module in root.modules())
 
 
 @functools.cache
@@ -76,10 +71,10 @@ def unwrap_compiled(engine: Any) -> None:
     if all(unwrap(module) is module for module in engine.module.modules()):
         return
     optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
-    begins, ends = (hooks[key] for hooks, key in stock_hooks.of_engine(engine))
+    begins, ends = (hooks[key] for hooks, key in hooks.of_engine(engine))
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    stock_hooks.remove_hooks(offload)
+    hooks.remove_hooks(offload)
     for parent in list(engine.module.modules()):
         for name, child in vars(parent)["_modules"].items():
             if child is not None:
@@ -93,7 +88,7 @@ def unwrap_compiled(engine: Any) -> None:
         param._z3_optimizer = optimizer  # older releases set it only on parameters of the wrapper
     for submodule in module.modules():
         _gather_when_read(submodule)
-    stock_hooks.drop_functions(module)
+    hooks.drop_functions(module)
     engine.module_forward_pre_hook = module.register_forward_pre_hook(begins, with_kwargs=True)
     engine.module_forward_post_hook = module.register_forward_hook(ends)
     offload.setup_zero_stage3_hooks()

@@ -119,8 +119,9 @@ def release_of(package: str) -> str:
     return importlib.import_module(package).__version__
 
 
+@functools.cache
 def has(internal: Internal) -> bool:
-    """Return whether the installed release of the library has ``internal``."""
+    """Return whether the installed release of the library has ``internal``. Some steps ask."""
     return internal.applies_to(release_of(internal.package))
 
 

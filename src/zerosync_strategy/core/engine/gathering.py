@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3
-from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import Record, arrive, record_of, returned, unshard
-from zerosync_strategy.core.engine.storage import memory_of
+from zerosync_strategy.core.engine.parameter import Record, record_of
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.torch_internals import for_training
+from zerosync_strategy.core.engine.transitions import arrive, memory_of, returned, unshard
 
 FlatAllGather = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 """Called with this rank's shard, the output for all shards, both flat, and a process group; returns a work."""
@@ -279,13 +279,15 @@ def _is_on_device(param: Any) -> bool:
     return zero3.has_plain_shard(param) and bool(param.ds_tensor.device == param.device)
 
 
-def gather_empty(param: Any) -> bool:
-    """Gather ``param`` if it has no elements; return whether. DeepSpeed skips it and then fails."""
-    if param.ds_numel == 0:
-        with zero3.as_it_is():
-            unshard((record_of(param),))
-            arrive((record_of(param),), (param.data.new_empty(param.ds_shape),))
-    return bool(param.ds_numel == 0)
+def released_after_empty(params: Iterable[Any]) -> list[Any]:
+    """Gather the released parameters without elements, which DeepSpeed skips, to fail later; return the others."""
+    released = zero3.released(params)
+    for param in released:
+        if param.ds_numel == 0:
+            with zero3.as_it_is():
+                unshard((record_of(param),))
+                arrive((record_of(param),), (param.data.new_empty(param.ds_shape),))
+    return [param for param in released if param.ds_numel > 0]
 
 
 def gathers_plainly(engine: Any) -> bool:

@@ -1,17 +1,25 @@
-"""DeepSpeed's functions of a ZeRO-3 parameter, such as ``all_gather`` and ``partition``, and ``GatheredParameters``."""
+"""DeepSpeed's functions of a parameter: on ZeRO-3 ``all_gather``, ``partition`` and ``GatheredParameters``; gradients.
+
+``safe_get_full_grad`` and its kin, by which a program reads and writes gradients and master weights, reach shards
+through attributes that DeepSpeed sets on the parameter, and on ZeRO-3 also through methods of the optimizer, which
+``overrides.py`` overrides.
+"""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches, zero3
-from zerosync_strategy.core.engine.parameter import Record, claim, drop, free, returned
-from zerosync_strategy.core.engine.parameter_states import CONTEXT
-from zerosync_strategy.core.engine.saved_tensors import nodes_made
+from zerosync_strategy.core.engine.hooks import nodes_made
+from zerosync_strategy.core.engine.parameter import CONTEXT, Record
 from zerosync_strategy.core.engine.torch_internals import for_training
+from zerosync_strategy.core.engine.transitions import claim, drop, free, returned
 
 _STOCK = "_zerosync_stock_functions"
 
@@ -173,3 +181,84 @@ def _broadcastable(params: Iterable[Any]) -> Iterator[None]:
             for param in scalars:
                 if param.numel() == 1:  # it stays gathered
                     param.data = param.data.view(())
+
+
+# ---- gradients that a window keeps local -----------------------------------------------------------------------------
+
+
+# safe_get_full_grad() calls get_full_hp_grad() of a parameter with this attribute, and returns the result.
+_MARK = deepspeed_internals.MARKED_GRADIENT.name
+_GET, _SET, _GET_VALUE, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "get_full_hp_param", "set_full_hp_param"
+_STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
+
+
+def intercept_gradients(params: Iterable[Any], hooks: Any) -> None:
+    """Make DeepSpeed call ``hooks``, a ``PendingGradients``, for ``params``, until :func:`release_gradients`."""
+    from deepspeed.utils.tensor_fragment import safe_get_full_grad
+
+    if not contract.has(deepspeed_internals.MARKED_GRADIENT):
+        _let_marks_be_looked_for()
+    elif _MARK not in safe_get_full_grad.__code__.co_consts:
+        raise contract.changed("access to shards", f"safe_get_full_grad() does not look for {_MARK!r}")
+    for param in params:
+        _intercept_gradient(param, hooks)
+
+
+def _let_marks_be_looked_for() -> None:
+    """Make ``safe_get_full_grad()`` look for marks, in this process. Else it returns the local gradient.
+
+    Programs import the function by name, so the function object stays and gets other code.
+    """
+    from deepspeed.utils.tensor_fragment import safe_get_full_grad
+
+    if patches.is_installed(patches.FULL_GRADIENT):
+        return
+    code, defaults = safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__
+    stock = types.FunctionType(safe_get_full_grad.__code__, safe_get_full_grad.__globals__)
+
+    def look(param: Any, *, _stock: Callable[[Any], Any] = stock) -> Any:
+        return param.get_full_hp_grad() if "_hp_grad" in param.__dict__ else _stock(param)
+
+    safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__ = look.__code__, look.__kwdefaults__
+
+    def undo() -> None:
+        safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__ = code, defaults
+
+    patches.install(patches.FULL_GRADIENT, undo)
+
+
+def _intercept_gradient(param: Any, hooks: Any) -> None:
+    attributes = vars(param)
+    if hasattr(param, "ds_id"):
+        attributes[_GET] = lambda: hooks.full_gradient(
+            param, lambda: param._z3_optimizer.get_fp32_grad_for_param(param)
+        )
+    else:
+        if missing := _STAGE_1_2 - attributes.keys():
+            raise contract.changed("access to shards", f"parameters lack {', '.join(sorted(missing))}")
+        attributes["_zerosync_stock"] = stock = {name: attributes[name] for name in _STAGE_1_2}
+
+        def set_gradient(value: torch.Tensor) -> None:
+            zero3.require_numel(value, param.shape)
+            hooks.set_full_gradient(param, value)
+
+        def set_value(value: torch.Tensor, optim_state_key: str | None = None) -> None:
+            zero3.require_numel(value, param.shape)
+            hooks.set_full_master(param, value, optim_state_key)
+            if optim_state_key is None:
+                with torch.no_grad():
+                    param.copy_(value.view_as(param))  # a step starts from the present parameters
+
+        attributes[_GET] = lambda: hooks.full_gradient(param, stock[_GET])
+        attributes[_SET] = set_gradient
+        attributes[_GET_VALUE] = lambda optim_state_key=None: hooks.full_master(param, optim_state_key)
+        attributes[_SET_VALUE] = set_value
+    attributes[_MARK] = True
+
+
+def release_gradients(params: Iterable[Any]) -> None:
+    """Undo :func:`intercept_gradients`."""
+    for param in params:
+        attributes = vars(param)
+        del attributes[_MARK], attributes[_GET]
+        attributes.update(attributes.pop("_zerosync_stock", {}))

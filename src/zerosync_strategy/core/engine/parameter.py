@@ -1,36 +1,86 @@
-"""The record of a ZeRO-3 parameter: the state of its values, their claims, and how often its shards were written (E1).
+"""A ZeRO-3 parameter: the states of its values, the claims that keep them, and its record (E1).
 
-Between a forward and its backward, the storage of the values (``storage.py``) stays the same but has no bytes. Reading
-what autograd has saved of them in between raises torch's own error of a modified tensor, because the version of the
-parameter differs then. The idea is that of PyTorch's FSDP, except for the version.
+The state is DeepSpeed's own ``ds_status``; there is no copy of it. These are its transitions:
+
+===========  ================  ============================  =====================================
+event        ``SHARDED``       ``IN_FLIGHT``                 ``UNSHARDED``
+===========  ================  ============================  =====================================
+``UNSHARD``  -> ``IN_FLIGHT``  error                         error
+``ARRIVE``   error             -> ``UNSHARDED``              error
+``CLAIM``    error             stay                          stay
+``DROP``     stay              stay                          stay
+``RESHARD``  error             error                         -> ``SHARDED``; error under ``MODULE``
+``WRITE``    stay              waits: -> ``UNSHARDED``       stay
+===========  ================  ============================  =====================================
+
+A claim is a reason to keep the values. An optimizer step, or a context that has written, may reshard in spite of a
+claim and leaves the claim set; the values are then unsharded again before the next use. A parameter without a claim has
+its *class at rest*, which gathers the values for each reader. A parameter with a claim and its values has its own
+class. On a device with streams, it gets its own class when the host sees that the gather is complete; until then, a
+reader's stream has to wait (U2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import enum
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter_states import (
-    CONTEXT,
-    IN_FLIGHT,
-    MODULE,
-    PHASE,
-    SHARDED,
-    TRANSITIONS,
-    UNSHARDED,
-    WINDOW,
-    Claim,
-    Event,
-    State,
-)
 from zerosync_strategy.core.engine.torch_internals import internal
 
-_HELD = WINDOW | PHASE
+
+class State(enum.Enum):
+    """Where the values of a parameter are; the value is the name of DeepSpeed's status."""
+
+    SHARDED = "NOT_AVAILABLE"  # each rank has its shard
+    IN_FLIGHT = "INFLIGHT"  # and a gather is under way
+    UNSHARDED = "AVAILABLE"  # this rank has all values
+
+
+class Claim(enum.Flag):
+    """A reason to keep a parameter's values."""
+
+    MODULE = enum.auto()  # its unit runs, forward or backward, or a graph will need it
+    PERSISTENT = enum.auto()  # DeepSpeed shards it only for the step
+    CONTEXT = enum.auto()  # a GatheredParameters context of the program
+    WINDOW = enum.auto()  # it is held until the optimizer step
+    STEPS = enum.auto()  # a step that does not change it has left it unsharded (R4)
+    PHASE = enum.auto()  # gathered_for_inference()
+
+
+class Event(enum.Enum):
+    """What happens to a parameter."""
+
+    UNSHARD = "unsharded"
+    ARRIVE = "given its values"
+    CLAIM = "claimed"
+    DROP = "let go"
+    RESHARD = "resharded"
+    WRITE = "written to"
+
+
+_SHARDED, _IN_FLIGHT, _UNSHARDED = State
+_WAIT, _UNSHARD = "Wait for its gather first.", "Unshard it first."
+_TAKE, _USE = "Use the gather that is under way.", "Use the values that are there."
+TRANSITIONS: dict[Event, dict[State, State | str]] = {  # a string: an error with this remedy
+    Event.UNSHARD: {_SHARDED: _IN_FLIGHT, _IN_FLIGHT: _TAKE, _UNSHARDED: _USE},
+    Event.ARRIVE: {_SHARDED: _UNSHARD, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: "Each gather ends once."},
+    Event.CLAIM: {_SHARDED: _UNSHARD, _IN_FLIGHT: _IN_FLIGHT, _UNSHARDED: _UNSHARDED},
+    Event.DROP: {_SHARDED: _SHARDED, _IN_FLIGHT: _IN_FLIGHT, _UNSHARDED: _UNSHARDED},
+    Event.RESHARD: {_SHARDED: "Only its values can be.", _IN_FLIGHT: _WAIT, _UNSHARDED: _SHARDED},
+    Event.WRITE: {_SHARDED: _SHARDED, _IN_FLIGHT: _UNSHARDED, _UNSHARDED: _UNSHARDED},
+}
+# For the hot paths, because enum is slow: bits of claims, and the names of DeepSpeed's statuses.
+MODULE, _PERSISTENT, CONTEXT, WINDOW, STEPS, PHASE = (claim.value for claim in Claim)
+SHARDED, IN_FLIGHT, UNSHARDED = (state.value for state in State)
+
+
+HELD = WINDOW | PHASE
 _BRIEF = MODULE | CONTEXT
-_statuses: dict[str, Any] = {}  # DeepSpeed's statuses, by name
+STATUSES: dict[str, Any] = {}  # DeepSpeed's statuses, by name
 
 
 class _Modules(set[Any]):
@@ -57,8 +107,8 @@ class Record:
     """What ZeroSync knows about one parameter. It is the parameter's attribute ``_zerosync_record``.
 
     Attributes:
-        owner: the scheduler: ``shards_written()`` is called when the current stream writes the shards,
-            ``arrive(param)`` waits for a gather in flight, and ``issuing.unsharded`` counts bytes.
+        owner: the scheduler: ``streams`` notes writes of the shards, ``arrive(param)`` waits for a gather, and
+            ``issuing.unsharded`` counts bytes.
         group: of the ranks that shard it; has its ``place`` in the order of gathers.
         order: its place in the order of gathers (U1).
         bits: the claims that are set here; :attr:`claims` has all.
@@ -104,8 +154,8 @@ class Record:
         self.version = self.writes_at_use = -1  # version when values and shards were equal; writes when modules began
         self.placeholders: dict[bool, torch.Tensor] = {}
         self.changes: Any = None
-        if not _statuses:
-            _statuses.update((status.name, status) for status in type(param.ds_status))
+        if not STATUSES:
+            STATUSES.update((status.name, status) for status in type(param.ds_status))
         param._zerosync_record = self
 
     @property
@@ -120,16 +170,16 @@ class Record:
     @property
     def held(self) -> bool:
         """Whether the values stay until the step, or the end of a phase."""
-        return bool(self.bits & _HELD)
+        return bool(self.bits & HELD)
 
     @property
     def stays(self) -> bool:
         """Whether the values stay between modules: they are persistent or held."""
-        return bool(self.param.ds_persist or self.bits & _HELD)
+        return bool(self.param.ds_persist or self.bits & HELD)
 
     # ---- transitions ---------------------------------------------------------------------------------------------
 
-    def _illegal(self, event: Event, remedy: str = "") -> RuntimeError:
+    def illegal(self, event: Event, remedy: str = "") -> RuntimeError:
         remedy = remedy or str(TRANSITIONS[event][self.state])
         return RuntimeError(
             f"Parameter {self.name}, {self.state.name} with {self.claims}, was to be {event.value}. {remedy}"
@@ -140,7 +190,7 @@ class Record:
         if self.state is State.IN_FLIGHT:
             self.owner.arrive(self.param)  # it would deliver the values before the write
         self.writes += 1
-        self.owner.shards_written()
+        self.owner.streams.record_write()
 
     # ---- the class -----------------------------------------------------------------------------------------------
 
@@ -199,60 +249,6 @@ class Record:
         return shard.to(part.device, non_blocking=True).ne(part).any()
 
 
-# ---- transitions of several records, in as few calls as for one --------------------------------------------------
-
-
-def unshard(records: Iterable[Record]) -> None:
-    """Begin the gathers."""
-    in_flight = _statuses[IN_FLIGHT]
-    for record in records:
-        param = record.param
-        if param.ds_status._name_ != SHARDED:
-            raise record._illegal(Event.UNSHARD)
-        param.ds_status = in_flight
-
-
-def arrive(records: Collection[Record], values: Sequence[torch.Tensor] | None = None) -> bool:
-    """End the gathers, which have filled the storages, or else ``values``: the memory of each from now on.
-
-    Return whether one has a claim, so that it may need another class (:func:`settle`).
-    """
-    unsharded, has_claims = _statuses[UNSHARDED], False
-    for place, record in enumerate(records):
-        param = record.param
-        if param.ds_status._name_ != IN_FLIGHT:
-            raise record._illegal(Event.ARRIVE)
-        param.ds_status = unsharded
-        param.data = record.full if values is None else values[place]
-        if record.bits or param.ds_persist:
-            has_claims = True
-    returned(records)
-    return has_claims
-
-
-def reshard(records: Collection[Record], returns: bool) -> None:
-    """Free the values, after what was written to them has gone to the shards, in :func:`~zero3.as_it_is`.
-
-    For ``returns`` see :func:`free`.
-    """
-    for record in records:
-        param, bits = record.param, record.bits
-        if bits & MODULE:
-            raise record._illegal(Event.RESHARD, "A module uses it: reshard it when that has ended.")
-        if param.ds_status._name_ != UNSHARDED:
-            raise record._illegal(Event.RESHARD)
-        if record.in_shards:
-            record.version = param._version
-        elif record.watched or record.version != param._version or param.ds_persist or bits & _HELD:
-            record.carry_changes()
-    sharded = _statuses[SHARDED]
-    for record in records:
-        record.param.ds_status = sharded
-    free(records, returns)
-    for record in records:
-        record.param.__class__ = record.class_at_rest
-
-
 def settle(records: Iterable[Record]) -> None:
     """Give the parameters the classes that fit their states and claims."""
     for record in records:
@@ -263,107 +259,6 @@ def settle(records: Iterable[Record]) -> None:
         # The stream that entered a context has waited; ordering other streams is up to the program.
         is_complete = gather is None or gather.event is None or record.bits & CONTEXT or gather.is_complete
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
-
-
-def claim_for_unit(records: Iterable[Record]) -> None:
-    """Claim ``records`` by ``MODULE``. The current stream has waited for the values."""
-    for record in records:
-        if record.param.ds_status._name_ == SHARDED:
-            raise record._illegal(Event.CLAIM)
-        if record.watched and not record.bits & MODULE:
-            record.writes_at_use = record.writes
-        record.bits |= MODULE
-        record.param.__class__ = record.own_class
-
-
-def drop_for_unit(records: Iterable[Record]) -> list[Record]:
-    """End the claim ``MODULE`` of those of ``records`` whose units have no claims; return these."""
-    free: list[Record] = []
-    for record in records:
-        for unit in record.units:
-            if unit.claims:
-                break
-        else:
-            record.bits &= ~MODULE
-            free += (record,)
-    return free
-
-
-def claim(records: Collection[Record], claims: int) -> None:
-    """Keep the values of ``records``, unsharded or in flight, for ``claims``, as bits."""
-    for record in records:
-        if record.param.ds_status._name_ == SHARDED:
-            raise record._illegal(Event.CLAIM)
-        record.bits |= claims
-    settle(records)
-
-
-def drop(records: Collection[Record], claims: int) -> None:
-    """End ``claims``, as bits."""
-    for record in records:
-        record.bits &= ~claims
-    settle(records)
-
-
-def sort_out(records: Iterable[Record]) -> tuple[list[Record], list[Record], list[Record], bool]:
-    """Return those of ``records`` that are unsharded and to be held, those without a claim that are unsharded, or in
-    flight, and whether others have a claim.
-    """
-    held: list[Record] = []
-    free: list[Record] = []
-    in_flight: list[Record] = []
-    has_others = False
-    for record in records:
-        param, status = record.param, record.param.ds_status._name_
-        if record.hold and status == UNSHARDED:
-            held += (record,)
-        elif record.bits or param.ds_persist or param.ds_active_sub_modules:
-            has_others = True
-        elif status == UNSHARDED:
-            free += (record,)
-        elif status == IN_FLIGHT:
-            in_flight += (record,)
-    return held, free, in_flight, has_others
-
-
-def returned(records: Collection[Record]) -> None:
-    """Restore the versions of unsharded parameters: autograd accepts saved ones unless shards were written."""
-    params: list[Any] = [*records]
-    versions: list[Any] = [*records]  # no call for each: this runs for each parameter of each gather
-    count = 0
-    for record in records:
-        if record._gone is not None:
-            version, writes = record._gone
-            record._gone, record.version = None, version + record.writes - writes
-            params[count], versions[count] = record.param, record.version
-            count += 1
-    torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
-
-
-def free(records: Collection[Record], returns: bool) -> None:
-    """Free the values of parameters that have been resharded; for ``returns`` see ``UnitStorage.empty()``."""
-    params: list[Any] = [*records]
-    versions: list[Any] = [*records]
-    count = freed = 0
-    for record in records:
-        if record._gone is None:
-            record._gone = record.param._version, record.writes
-            params[count], versions[count] = record.param, record._gone[0] + 1
-            count += 1
-    torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
-    for record in records:
-        record.param.data = record.none
-        freed += record.counted
-        record.counted = 0
-        if record.is_in_storage:
-            record.is_in_storage, storage = False, record.storage
-            storage.inside -= 1
-            if not storage.inside:
-                storage.empty(returns)
-    if freed:
-        for record in records:
-            record.owner.issuing.unsharded.add(-freed)
-            break
 
 
 def record_of(param: Any) -> Record:
@@ -385,7 +280,7 @@ def is_in_use(param: Any) -> bool:
     return bool(
         status._name_ == "AVAILABLE"
         and (
-            record.bits & _HELD
+            record.bits & HELD
             or param.ds_persist
             or param.ds_active_sub_modules
             or (record.bits & _BRIEF and not torch.is_grad_enabled())

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
-from zerosync_strategy.core.engine.interpose import Stock, interpose
+from zerosync_strategy.core.engine.patches import Stock, interpose
 
 _FIRST = "_zerosync_first"  # in the __dict__ of an engine for a part of a module
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+__all__ = ["DeepSpeedEngine", "Zero3Optimizer", "Zero3Parameter", "Zero12Optimizer", "ZeroOptimizer"]
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from deepspeed import DeepSpeedEngine as DeepSpeedEngine
+    from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Zero3Optimizer
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero12Optimizer
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.patches import replaced
 
 _Item = TypeVar("_Item")
 

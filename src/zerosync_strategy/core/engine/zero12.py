@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.zero import sum_of_squares
 
 

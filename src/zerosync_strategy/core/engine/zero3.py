@@ -5,6 +5,7 @@ A parameter that ZeRO-3 does not shard has its values, its own shape and no grou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
-from zerosync_strategy.core.engine.fragments import require_numel
 
 
 def is_sharded(param: Any) -> bool:
@@ -76,22 +76,15 @@ def is_left_sharded(param: Any) -> bool:
     return is_sharded(param) and full_numel(param) > 0 and param.numel() == 0 and "_zerosync_record" not in vars(param)
 
 
-def all_gathered(params: Iterable[Any]) -> bool:
-    for param in params:  # noqa: SIM110  # no calls: this runs for every module
-        if param.ds_status._name_ != "AVAILABLE":
-            return False
-    return True
-
-
 def is_released(param: Any) -> bool:
     """Return whether ``param`` is neither gathered nor in flight."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
-def least_available(params: Iterable[Any]) -> str:
-    """Return the status of DeepSpeed's that is furthest from having all values: of one released, else in flight."""
+def least_status(params: Iterable[Any]) -> str:
+    """Return DeepSpeed's status of one of ``params`` that is released, else of one in flight, else that of all."""
     least = "AVAILABLE"
-    for param in params:  # no calls
+    for param in params:  # no calls: this runs for every module
         if (status := param.ds_status._name_) == "NOT_AVAILABLE":
             return "NOT_AVAILABLE"
         if status == "INFLIGHT":
@@ -232,6 +225,15 @@ def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
     start = min(dist.get_rank(param.ds_process_group) * size, full.numel())
     shard = full.reshape(-1)[start : start + size]
     return torch.nn.functional.pad(shard, (0, size - shard.numel()))
+
+
+def require_numel(value: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless ``value`` has as many elements as a parameter of this ``shape``."""
+    if value.numel() != math.prod(shape):
+        raise ValueError(
+            f"One of DeepSpeed's safe_set_full_...() got a value of shape {tuple(value.shape)} for a parameter of shape"
+            f" {tuple(shape)}. Give one of that shape."
+        )
 
 
 def without_values(param: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -12,20 +12,20 @@ Gradients stay where autograd accumulates them. One call packs the gradients of 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.journal import OfReduction
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine.types import ZeroOptimizer
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.placement import Placement, ReduceScatterInput, Scaling, ShardPart
-from zerosync_strategy.core.options import ZeroSyncConfig
+from zerosync_strategy.core.options import Budget
 
 _LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed
 _UNUSED = 2  # references to the storage of an unused block: the kept tensor's, and the one that asks
@@ -42,7 +42,7 @@ class LocalGradient:
 
     __slots__ = ("bucket", "came", "nbytes", "param", "place")
 
-    def __init__(self, param: Any, bucket: Any, nbytes: int) -> None:
+    def __init__(self, param: nn.Parameter, bucket: GradientBucket, nbytes: int) -> None:
         self.param, self.bucket, self.nbytes = param, bucket, nbytes
         self.place: torch.Tensor | None = None
         self.came = False
@@ -58,7 +58,7 @@ class LocalGradients:
         watch: called before bytes are counted.
     """
 
-    def __init__(self, optimizer: Any, streams: Streams) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, streams: Streams) -> None:
         self.dtype = zero.accumulation_dtype(optimizer)
         self.converts = self.dtype != optimizer.dtype
         self.now = self._peak = 0
@@ -66,7 +66,7 @@ class LocalGradients:
         self._streams = streams
         self._blocks: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def nbytes(self, param: Any) -> int:
+    def nbytes(self, param: nn.Parameter) -> int:
         return zero3.full_numel(param) * self.dtype.itemsize
 
     def count(self, nbytes: int) -> None:
@@ -122,7 +122,7 @@ class GradientBucket:
     Attributes:
         params, gradients: in the order of the layout.
         placement: where the gradients belong.
-        level: where gradients are accumulated; it can change between two windows.
+        level: where gradients are accumulated; :func:`choose_levels` can change it between two windows.
         name, names, label: the first and last parameter, for profiles and for errors; the reduction, for errors.
         needs_reduce: a backward has begun since the bucket was last reduced.
         node_shard: the node shard (``comm/nodes.py``): by part, the sums over this window, scaled as they are sent.
@@ -137,8 +137,8 @@ class GradientBucket:
     """
 
     def __init__(
-        self, layout: ShardLayout, params: Sequence[Any], level: Level, placement: Placement, *, chunk_bytes: int,
-        local: LocalGradients, streams: Streams, names: Mapping[Any, str], below: GradientBucket | None = None,
+        self, layout: ShardLayout, params: Sequence[nn.Parameter], placement: Placement, *, chunk_bytes: int,
+        local: LocalGradients, streams: Streams, names: Mapping[nn.Parameter, str], below: GradientBucket | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.placement = layout, placement
         self.params, self.ids = list(params), list(map(id, params))
@@ -147,7 +147,7 @@ class GradientBucket:
         self._packs = [of_param[param] for param in placement.order]
         self._below = below
         self._from_above: torch.Tensor | None = None  # the head of the bucket above, which this bucket reduces
-        self.level = level
+        self.level = Level.SHARD
         self.node_shard: dict[ShardPart, torch.Tensor] = {}
         self.local = local
         self.streams = streams
@@ -155,8 +155,8 @@ class GradientBucket:
         self.is_reduced = False
         self.pending: set[LocalGradient] = set()
         self.first_use = 0
-        self.grad_ready: dict[Any, Any] = {}
-        self.spare_events: dict[Any, Any] = {}
+        self.grad_ready: dict[torch.Stream, torch.Event] = {}
+        self.spare_events: dict[torch.Stream, torch.Event] = {}
         self.is_fresh = False
         self.read: list[torch.Tensor] = []
         self.numel = sum(map(zero3.full_numel, params))
@@ -239,65 +239,55 @@ class GradientBucket:
                 gradient.place = gradient.param.grad = None
 
 
-def choose_buckets(
-    layouts: Sequence[ShardLayout], local: LocalGradients, config: ZeroSyncConfig, limit: int
-) -> Iterator[tuple[ShardLayout, list[tuple[list[Any], Level]]]]:
-    """Yield the layouts, last first, each with its buckets (parameters and level) in the order of the layout.
+def cut_into_buckets(
+    layouts: Sequence[ShardLayout], local: LocalGradients, limit: int
+) -> Iterator[tuple[ShardLayout, list[list[nn.Parameter]]]]:
+    """Yield the layouts, last first, each with the parameters of its buckets in the order of the layout.
 
     Backward is expected to complete them from last to first. A bucket has at most ``limit`` bytes, or one parameter.
     """
-    nbytes = {param: local.nbytes(param) for layout in layouts for param in layout.params}
-    level_of, limit = _choose_levels(layouts, nbytes, config, limit)
     for layout in reversed(layouts):
-        yield (
-            layout,
-            [
-                (params[::-1], level)
-                for level, of_level in groupby(reversed(layout.params), level_of.__getitem__)
-                for params in in_runs(of_level, limit, nbytes.__getitem__)
-            ][::-1],
-        )
+        yield layout, [params[::-1] for params in in_runs(reversed(layout.params), limit, local.nbytes)][::-1]
 
 
-def _choose_levels(
-    layouts: Sequence[ShardLayout], nbytes: Mapping[Any, int], config: ZeroSyncConfig, limit: int
-) -> tuple[dict[Any, Level], int]:
-    """Return the level of each parameter's gradient and a new limit of bytes per bucket; ``nbytes`` is by parameter."""
-    in_shards = {
-        param: layout.in_node_shard(nbytes[param])
-        for layout in layouts
-        if layout.nodes is not None
-        for param in layout.params
-    }
-    everything = sum(in_shards.values())
-    level_of = dict.fromkeys(nbytes, Level.SHARD)
-    budget = config.gradients.device
-    if not config.gradients.sizes_buckets:
-        return level_of, limit
-    if config.gradients.automatic:  # small buckets, so that the budget can be set in small steps
-        return level_of, min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))
-    if budget is None:
-        return dict.fromkeys(nbytes, Level.WHOLE), limit
-    of_nodes = everything if config.gradients.node is None else config.gradients.node
+def bucket_limit(layouts: Sequence[ShardLayout], local: LocalGradients, budget: Budget, limit: int) -> int:
+    """Return the most bytes of a bucket: ``limit``, or less where a ``budget`` is to be kept with small buckets."""
+    if not budget.sizes_buckets or budget.device is None:
+        return limit
+    nbytes = {layout: sum(map(local.nbytes, layout.params)) for layout in layouts}
+    if budget.automatic:  # so that the budget can be set in small steps
+        return min(limit, max(sum(nbytes.values()) // AUTO_BUCKETS, 1))
     # A streamed bucket holds at most an eighth of the bytes that may stay unreduced. Node shards count with their full
-    # gradients, so the number of buckets does not depend on the node size (H1). The parameters whose gradients stay are
-    # one run, because each change of level ends a bucket. Backward completes this run last.
-    in_full = of_nodes * sum(nbytes[param] for param in in_shards) // max(everything, 1)
-    limit = min(limit, (budget + in_full) // 8)
-    room, whole = budget - min(limit, budget), dict(nbytes)
-    if config.gradients.node_in_device and in_shards:  # node shards save as much between nodes, with less memory
+    # gradients, so the number of buckets does not depend on the node size (H1).
+    on_nodes = {layout: size for layout, size in nbytes.items() if layout.nodes is not None}
+    everything = sum(layout.in_node_shard(size) for layout, size in on_nodes.items())
+    of_nodes = everything if budget.node is None else budget.node
+    return min(limit, (budget.device + of_nodes * sum(on_nodes.values()) // max(everything, 1)) // 8)
+
+
+def choose_levels(buckets: Iterable[GradientBucket], room: float, of_nodes: float | None = None) -> int:
+    """Choose where each bucket's gradients stay, in ``room`` bytes, the same on all ranks; return the bytes kept.
+
+    The first ``buckets`` are kept in full, and the next in node shards, of ``of_nodes`` bytes beside the ``room``.
+    ``None``: they are part of it and have priority, because they save as much between nodes, with less memory.
+    """
+    nbytes = {bucket: sum(gradient.nbytes for gradient in bucket.gradients) for bucket in buckets}
+    in_shards = {
+        bucket: bucket.layout.in_node_shard(size) for bucket, size in nbytes.items() if bucket.layout.nodes is not None
+    }
+    more = dict(nbytes)  # bytes that a bucket takes in full, beside what is set aside for node shards
+    if of_nodes is None:
+        everything = sum(in_shards.values())
         of_nodes, room = min(everything, room), room - everything
-        whole = {param: size - in_shards.get(param, 0) for param, size in nbytes.items()}
-    level_of |= dict.fromkeys(_first_fitting(whole, room), Level.WHOLE)
-    rest = {param: size for param, size in in_shards.items() if level_of[param] is Level.SHARD}
-    level_of |= dict.fromkeys(_first_fitting(rest, of_nodes), Level.NODE)
-    return level_of, limit
-
-
-def _first_fitting(nbytes: Mapping[Any, int], room: int) -> Iterator[Any]:
-    """Yield the leading parameters that fit into ``room`` bytes."""
-    for param, size in nbytes.items():
-        room -= size
-        if room < 0:
-            return
-        yield param
+        more = {bucket: size - in_shards.get(bucket, 0) for bucket, size in nbytes.items()}
+    kept = 0
+    for bucket, size in nbytes.items():
+        room -= more[bucket]
+        if room >= 0:
+            bucket.level, kept = Level.WHOLE, kept + size
+            continue
+        room = -1  # no later bucket is kept in full
+        bucket.level = Level.SHARD
+        if bucket in in_shards and (of_nodes := of_nodes - in_shards[bucket]) >= 0:
+            bucket.level, kept = Level.NODE, kept + in_shards[bucket]
+    return kept

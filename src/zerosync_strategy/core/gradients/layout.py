@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import InFlight, all_gather, all_reduce, is_native
 from zerosync_strategy.core.comm.journal import SentCounter
@@ -58,8 +59,8 @@ class ShardLayout(ABC):
     shard_numel: int
 
     def __init__(
-        self, process_group: Any, params: Sequence[Any], divisor: float, dtype: torch.dtype, nodes: Nodes | None,
-        counter: SentCounter, group_index: int = 0,
+        self, process_group: dist.ProcessGroup, params: Sequence[nn.Parameter], divisor: float, dtype: torch.dtype,
+        nodes: Nodes | None, counter: SentCounter, group_index: int = 0,
     ) -> None:  # fmt: skip
         self.process_group, self.nodes, self.counter, self.group_index = process_group, nodes, counter, group_index
         self.is_native = bool(params) and is_native(process_group, params[0].device)
@@ -68,11 +69,11 @@ class ShardLayout(ABC):
         self.params, self.divisor, self.dtype = list(params), divisor, dtype
 
     @abstractmethod
-    def divide(self, buckets: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    def divide(self, buckets: Sequence[Sequence[nn.Parameter]]) -> Sequence[Any]:
         """Return the placement of each bucket's parameters. Called once; in the order of the flat buffer, if any."""
 
     @abstractmethod
-    def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
+    def shard_slices(self, param: nn.Parameter, stock: bool = False) -> list[ShardSlice]:
         """Return the parts of ``param`` in this rank's shard; with ``stock``, of the shard in DeepSpeed's layout."""
 
     @abstractmethod
@@ -80,7 +81,7 @@ class ShardLayout(ABC):
         """Gather all shards into one tensor in ``dtype``, for :meth:`gradient_in`. Collective."""
 
     @abstractmethod
-    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+    def gradient_in(self, memory: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """Return the flat gradient of ``param`` from ``memory``, which holds all shards. May be a copy."""
 
     def in_node_shard(self, nbytes: int) -> int:
@@ -88,7 +89,7 @@ class ShardLayout(ABC):
         assert self.nodes is not None
         return nbytes // self.nodes.size
 
-    def read(self, shard: torch.Tensor, param: Any, stock: bool = False) -> torch.Tensor:
+    def read(self, shard: torch.Tensor, param: nn.Parameter, stock: bool = False) -> torch.Tensor:
         """Return the full ``param``-shaped tensor of all ranks' shards, in fp32. Collective."""
         full = torch.zeros(zero3.full_numel(param), dtype=torch.float32, device=param.device)
         for own in self.shard_slices(param, stock):
@@ -96,7 +97,7 @@ class ShardLayout(ABC):
         all_reduce(full, self.process_group, self.counter)
         return full.view(zero3.full_shape(param))
 
-    def write(self, value: torch.Tensor, shard: torch.Tensor, param: Any, stock: bool = False) -> None:
+    def write(self, value: torch.Tensor, shard: torch.Tensor, param: nn.Parameter, stock: bool = False) -> None:
         """Copy this rank's part of ``value``, which has the elements of ``param``, into ``shard``."""
         flat = value.detach().reshape(-1)
         for own in self.shard_slices(param, stock):

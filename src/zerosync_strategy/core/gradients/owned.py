@@ -16,6 +16,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import InFlight, Summing
 from zerosync_strategy.core.comm.nodes import Nodes
@@ -34,11 +36,17 @@ class OwnedLayout(ShardLayout):
         own_offsets: where the parameters that this rank owns begin in its shard, ascending.
     """
 
-    def __init__(self, offsets: dict[Any, int], owners: Mapping[Any, int], process_group: Any, *common: Any) -> None:
+    def __init__(
+        self,
+        offsets: dict[nn.Parameter, int],
+        owners: Mapping[nn.Parameter, int],
+        process_group: dist.ProcessGroup,
+        *common: Any,
+    ) -> None:
         super().__init__(process_group, list(offsets), *common)
         self.offsets = offsets
         self.owners = {param: owners[param] for param in self.params}
-        self.own_offsets: dict[Any, int] = {}
+        self.own_offsets: dict[nn.Parameter, int] = {}
         self.shard_numel = 0
         for param, owner in self.owners.items():
             if owner == self.rank:
@@ -46,22 +54,22 @@ class OwnedLayout(ShardLayout):
                 self.shard_numel += zero3.full_numel(param)
         self._buckets: list[OwnedPlacement] = []
 
-    def divide(self, buckets: Sequence[Sequence[Any]]) -> list[OwnedPlacement]:
+    def divide(self, buckets: Sequence[Sequence[nn.Parameter]]) -> list[OwnedPlacement]:
         self._buckets = [OwnedPlacement(self, params) for params in buckets]
         return self._buckets
 
-    def end_of(self, param: Any) -> int:
+    def end_of(self, param: nn.Parameter) -> int:
         return self.offsets[param] + zero3.full_numel(param)
 
     def slices(self, stock: bool = False) -> list[ShardSlice]:
         """Return which elements of the flat buffer are in this rank's shard."""
         return [ShardSlice(self.offsets[param], self.end_of(param), own) for param, own in self.own_offsets.items()]
 
-    def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
+    def shard_slices(self, param: nn.Parameter, stock: bool = False) -> list[ShardSlice]:
         own = self.own_offsets.get(param)
         return [] if own is None else [ShardSlice(0, zero3.full_numel(param), own)]
 
-    def own_part(self, params: Sequence[Any]) -> tuple[int, int]:
+    def own_part(self, params: Sequence[nn.Parameter]) -> tuple[int, int]:
         """Return where in this rank's shard those of ``params``, neighbours, begin that it owns, and their elements."""
         own = [param for param in params if param in self.own_offsets]
         return self.own_offsets[own[0]] if own else 0, sum(map(zero3.full_numel, own))
@@ -79,7 +87,7 @@ class OwnedLayout(ShardLayout):
             numels[owner % self.nodes.size] += zero3.full_numel(param)
         return max(numels), sum(numels)
 
-    def order_of(self, param: Any) -> tuple[int, int]:
+    def order_of(self, param: nn.Parameter) -> tuple[int, int]:
         """Return by what the parameters of a bucket are sorted: their owners, of several nodes by place first."""
         owner = self.owners[param]
         return (owner, 0) if self.nodes is None else (owner % self.nodes.size, owner // self.nodes.size)
@@ -92,11 +100,11 @@ class OwnedLayout(ShardLayout):
             self.give(memory, bucket.params).wait()
         return memory
 
-    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+    def gradient_in(self, memory: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         return memory[self.offsets[param] : self.end_of(param)]
 
     def give(
-        self, flat: torch.Tensor, params: Sequence[Any], tag: int = 0, label: str = "", origin: int = 0
+        self, flat: torch.Tensor, params: Sequence[nn.Parameter], tag: int = 0, label: str = "", origin: int = 0
     ) -> InFlight:
         """Begin to give every rank ``params``, neighbours, at least one, of which their owners have the values.
         Collective.
@@ -151,7 +159,7 @@ class OwnedLayout(ShardLayout):
             shard[bucket.offset : bucket.offset + bucket.width] = reduction.wait()
         return shard
 
-    def _of(self, shard: torch.Tensor, param: Any) -> torch.Tensor:
+    def _of(self, shard: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         own = self.own_offsets[param]
         return shard[own : own + param.numel()]
 
@@ -173,7 +181,7 @@ class OwnedPlacement(Placement):
         own: those of ``params`` that this rank owns.
     """
 
-    def __init__(self, layout: OwnedLayout, params: Sequence[Any]) -> None:
+    def __init__(self, layout: OwnedLayout, params: Sequence[nn.Parameter]) -> None:
         super().__init__(*layout.own_part(params), sorted(params, key=layout.order_of))
         self._layout, self.params = layout, params
         self.own = [param for param in params if param in layout.own_offsets]

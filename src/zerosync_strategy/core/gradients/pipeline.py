@@ -32,10 +32,10 @@ class _Kept:
     ``event`` follows the reduction's last read of them; ``None``: the reduction has not been waited for yet.
     """
 
-    def __init__(self, memory: list[torch.Tensor], producers: list[Any]) -> None:
+    def __init__(self, memory: list[torch.Tensor], producers: list[torch.Stream]) -> None:
         self.memory, self.producers = memory, producers
         self.nbytes = sum(each.nbytes for each in memory)
-        self.event: Any = None
+        self.event: torch.Event | None = None
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import InFlight, Summing, reduce_scatter
 from zerosync_strategy.core.comm.nodes import Nodes
@@ -65,7 +66,7 @@ class Placement(ABC):
     is_empty = False
     head = 0
 
-    def __init__(self, offset: int, width: int, order: Sequence[Any]) -> None:
+    def __init__(self, offset: int, width: int, order: Sequence[nn.Parameter]) -> None:
         self.offset, self.width, self.order = offset, width, order
 
     @abstractmethod
@@ -105,7 +106,7 @@ class Placement(ABC):
 class RowPlacement(Placement):
     """The placement of a bucket that is packed as a matrix with a row per rank of ``layout``."""
 
-    def __init__(self, layout: ShardLayout, offset: int, width: int, order: Sequence[Any]) -> None:
+    def __init__(self, layout: ShardLayout, offset: int, width: int, order: Sequence[nn.Parameter]) -> None:
         super().__init__(offset, width, order)
         self._layout = layout
 
@@ -138,7 +139,7 @@ class RowPlacement(Placement):
 
 
 def with_zeros(
-    params: Sequence[Any], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
+    params: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return the ``gradients`` of ``params``, flat and in ``dtype``, with zeros for ``None``."""
     try:

@@ -8,17 +8,18 @@ to the number of parameters, and independent of the number of ranks (H1).
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.comm.nodes import Messages, Sent
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.engine.stock_hooks import GradientHooks
-from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient
+from zerosync_strategy.core.engine.hooks import GradientHooks
+from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient, bucket_limit, choose_levels
 from zerosync_strategy.core.gradients.counts import NUMBERS, ItemCount, LastBackward
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 from zerosync_strategy.core.gradients.shards import GradientShards, Norm
@@ -47,7 +48,7 @@ class Reducer:
     """
 
     def __init__(
-        self, shards: GradientShards, config: ZeroSyncConfig, names: Mapping[Any, str], messages: Messages,
+        self, shards: GradientShards, config: ZeroSyncConfig, names: Mapping[nn.Parameter, str], messages: Messages,
         first_uses: Callable[[], Mapping[int, int] | None],
     ) -> None:  # fmt: skip
         self.shards, self.optimizer, self.layouts = shards, shards.optimizer, shards.layouts
@@ -58,7 +59,13 @@ class Reducer:
         limit = min(max(int(self.optimizer.reduce_bucket_size) * shards.dtype.itemsize, messages.least), largest)
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
+        budget = config.gradients
+        limit = bucket_limit(self.layouts, self.local, budget, limit)
         self.buckets = shards.make_buckets(config, limit, common)
+        of_nodes = math.inf if budget.node is None else budget.node
+        # One bucket at a time is streamed, and takes memory, too.
+        room = math.inf if budget.device is None else budget.device - min(limit, budget.device)
+        self.keep(room, None if budget.node_in_device else of_nodes)
         ordered = config.reduction == "ordered"
         for layout in self.layouts:
             layout.in_two_levels |= ordered
@@ -88,7 +95,7 @@ class Reducer:
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
-    def attach(self, hook_of: Callable[[LocalGradient], Callable[[Any], None]]) -> None:
+    def attach(self, hook_of: Callable[[LocalGradient], Callable[[nn.Parameter], None]]) -> None:
         """Register the hooks: autograd calls that of a gradient after each accumulation."""
         self._hooks = GradientHooks(self.optimizer, [(each.param, hook_of(each)) for each in self.gradients])
 
@@ -186,30 +193,13 @@ class Reducer:
         streamed, self._has_streamed = self._has_streamed, False
         return streamed
 
-    def defer(self, budget: int) -> int:
-        """Keep gradients of at most ``budget`` bytes unreduced until the window closes; return the bytes kept.
+    def keep(self, room: float, of_nodes: float | None = None) -> int:
+        """Choose, between two windows, where gradients stay unreduced, as in :func:`choose_levels`; return the bytes.
 
-        Called between two windows. It chooses the first parameters, whose gradients a backward completes last. On
-        several nodes, all gradients are kept in node shards first, if these fit into the budget.
+        Kept in full are those of the first parameters, which a backward completes last.
         """
-        nbytes = {bucket: sum(map(self.local.nbytes, bucket.params)) for bucket in self.buckets}
-        in_shards = {
-            bucket: bucket.layout.in_node_shard(size) for bucket, size in nbytes.items() if bucket.layout.nodes
-        }
-        left = budget - sum(in_shards.values())
-        if left < 0:
-            in_shards, left = {}, budget
-        for bucket in reversed(self.buckets):
-            more = nbytes[bucket] - in_shards.get(bucket, 0)
-            if more <= left:
-                bucket.level = Level.WHOLE
-                left -= more
-            else:
-                bucket.level = Level.NODE if bucket in in_shards else Level.SHARD
-                left = -1  # no further bucket is kept in full
         self.local.free_blocks()
-        kept = {Level.WHOLE: nbytes, Level.NODE: in_shards}
-        return sum(kept[bucket.level][bucket] for bucket in self.buckets if bucket.level in kept)
+        return choose_levels(reversed(self.buckets), room, of_nodes)
 
     @property
     def keeps_gradients(self) -> bool:

@@ -9,14 +9,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import all_reduce
 from zerosync_strategy.core.comm.journal import SentCounter, phase
 from zerosync_strategy.core.comm.nodes import Messages, Sent, Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero
-from zerosync_strategy.core.gradients.buckets import GradientBucket, LocalGradients, choose_buckets
-from zerosync_strategy.core.gradients.layout import ShardSlice
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
+from zerosync_strategy.core.gradients.buckets import GradientBucket, LocalGradients, cut_into_buckets
+from zerosync_strategy.core.gradients.layout import ShardLayout, ShardSlice
 from zerosync_strategy.core.options import ZeroSyncConfig
 
 
@@ -39,12 +41,12 @@ class GradientShards(ABC):
     over_groups = False
 
     def __init__(
-        self, engine: Any, config: ZeroSyncConfig, topology: Topology, counter: SentCounter, whole: bool
+        self, engine: DeepSpeedEngine, config: ZeroSyncConfig, topology: Topology, counter: SentCounter, whole: bool
     ) -> None:  # fmt: skip
         self.optimizer, self.topology, self.counter, self.whole = engine.optimizer, topology, counter, whole
         self.dtype = zero.reduction_dtype(engine)
         self.streams = Streams()
-        self.buckets_of: dict[Any, list[GradientBucket]] = {}
+        self.buckets_of: dict[ShardLayout, list[GradientBucket]] = {}
         self.layouts = self._read_layouts()
         self.params = [param for layout in self.layouts for param in layout.params]
         self.local = LocalGradients(self.optimizer, self.streams)
@@ -61,12 +63,11 @@ class GradientShards(ABC):
         """Return buckets of ``limit`` bytes, made with ``common`` arguments, in roughly the order of a backward."""
         buckets: list[GradientBucket] = []
         layout: Any
-        for layout, chosen in choose_buckets(self.layouts, self.local, config, limit):
+        for layout, params_of in cut_into_buckets(self.layouts, self.local, limit):
             self.buckets_of[layout] = of_layout = list[GradientBucket]()
-            placements = layout.divide([params for params, _ in chosen])
-            for (params, level), placement in zip(chosen, placements, strict=True):
+            for params, placement in zip(params_of, layout.divide(params_of), strict=True):
                 below = of_layout[-1] if of_layout else None
-                of_layout.append(GradientBucket(layout, params, level, placement, below=below, **common))
+                of_layout.append(GradientBucket(layout, params, placement, below=below, **common))
             buckets += of_layout[::-1]
         return buckets
 
@@ -83,7 +84,7 @@ class GradientShards(ABC):
     def parts(self, layout: Any, offset: int, numel: int) -> list[torch.Tensor]:
         """Return ``numel`` elements of a shard from ``offset`` on, in order, in as few flat tensors as possible."""
 
-    def of_params(self) -> Iterator[tuple[Any, ShardSlice, torch.Tensor]]:
+    def of_params(self) -> Iterator[tuple[nn.Parameter, ShardSlice, torch.Tensor]]:
         """Yield each parameter of which this rank's shards have elements, which these are, and their memory."""
         for layout in self.layouts:
             for param in layout.params:
@@ -120,7 +121,7 @@ class GradientShards(ABC):
         """Clean up after the step has used the shards."""
 
     @abstractmethod
-    def parameters_floor(self) -> dict[Any, Sent]:
+    def parameters_floor(self) -> dict[nn.Parameter, Sent]:
         """Return, by parameter, the minimum that one rank sends to all-gather it once."""
 
 

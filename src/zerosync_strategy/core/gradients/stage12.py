@@ -15,12 +15,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero12
+from zerosync_strategy.core.engine.types import ZeroOptimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
 from zerosync_strategy.core.gradients.layout import ALIGNMENT, ReadShard, ShardLayout, ShardSlice
 from zerosync_strategy.core.gradients.owned import OwnedLayout
@@ -91,7 +94,12 @@ class Stripes:
         return found
 
     def exchange(
-        self, shard: torch.Tensor, to_stripes: bool, process_group: Any, counter: SentCounter, device: torch.device
+        self,
+        shard: torch.Tensor,
+        to_stripes: bool,
+        process_group: dist.ProcessGroup,
+        counter: SentCounter,
+        device: torch.device,
     ) -> torch.Tensor:
         """Convert this rank's shard from DeepSpeed's layout ``to_stripes``, or back. Collective, over ``device``.
 
@@ -148,11 +156,13 @@ class StripedLayout(ShardLayout):
 
     stripes: Stripes
 
-    def __init__(self, offsets: dict[Any, int], stock_numel: int, process_group: Any, *common: Any) -> None:
+    def __init__(
+        self, offsets: dict[nn.Parameter, int], stock_numel: int, process_group: dist.ProcessGroup, *common: Any
+    ) -> None:
         super().__init__(process_group, list(offsets), *common)
         self.offsets, self.shard_numel = offsets, stock_numel
 
-    def divide(self, buckets: Sequence[Sequence[Any]]) -> list[StripePlacement]:
+    def divide(self, buckets: Sequence[Sequence[nn.Parameter]]) -> list[StripePlacement]:
         starts = [0, *(self.offsets[params[0]] for params in buckets[1:])]
         self.stripes = Stripes(starts, self.world_size * self.shard_numel, self.rank, self.world_size)
         stripes = zip(self.stripes.all, buckets, strict=bool(buckets))
@@ -162,7 +172,7 @@ class StripedLayout(ShardLayout):
         """Return the elements of the flat buffer in this rank's shard; with ``stock``, in DeepSpeed's shard."""
         return self.stripes.slices(stock)
 
-    def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
+    def shard_slices(self, param: nn.Parameter, stock: bool = False) -> list[ShardSlice]:
         begin = self.offsets[param]
         return self.stripes.slices_of(begin, begin + param.numel(), stock)
 
@@ -174,7 +184,7 @@ class StripedLayout(ShardLayout):
             self.all_gather(rows).wait()
         return memory
 
-    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+    def gradient_in(self, memory: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         return memory.narrow(0, self.offsets[param], zero3.full_numel(param))
 
 
@@ -185,7 +195,7 @@ class StripePlacement(RowPlacement):
         first, last: bounds of the stripe in the flat buffer.
     """
 
-    def __init__(self, layout: StripedLayout, stripe: Stripe, params: Sequence[Any], is_lowest: bool) -> None:
+    def __init__(self, layout: StripedLayout, stripe: Stripe, params: Sequence[nn.Parameter], is_lowest: bool) -> None:
         super().__init__(layout, stripe.offset, stripe.width, params)
         self._stripe = stripe
         self.first, self.last, self.is_empty = stripe.first, stripe.last, not stripe.width
@@ -248,11 +258,11 @@ class FlatShards(GradientShards):
                 layouts.append(OwnedLayout(offsets, owners, *common))
         return layouts
 
-    def _choose_owners(self, in_order: list[dict[Any, int]]) -> dict[Any, int]:
-        by_group: dict[Any, list[Any]] = {}
+    def _choose_owners(self, in_order: list[dict[nn.Parameter, int]]) -> dict[nn.Parameter, int]:
+        by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for group, params in zip(self.groups, in_order, strict=True):
             by_group.setdefault(group.process_group, []).extend(params)
-        owners: dict[Any, int] = {}
+        owners: dict[nn.Parameter, int] = {}
         for process_group, params_of_group in by_group.items():
             chosen = choose_owners((param.shape for param in params_of_group), process_group)
             owners |= zip(params_of_group, chosen, strict=True)
@@ -300,7 +310,7 @@ class FlatShards(GradientShards):
         for layout in self.layouts:
             zero12.give_gradient_shard(self.optimizer, layout.group_index, None)
 
-    def parameters_floor(self) -> dict[Any, Sent]:
+    def parameters_floor(self) -> dict[nn.Parameter, Sent]:
         return {
             param: self.topology.sent(param.numel() * param.element_size(), layout.process_group)
             for layout in self.layouts
@@ -308,7 +318,7 @@ class FlatShards(GradientShards):
         }
 
 
-def why_stock(optimizer: Any) -> str:
+def why_stock(optimizer: ZeroOptimizer) -> str:
     """Return why each shard must be one piece, as in DeepSpeed's layout; an empty string if it need not be."""
     module = type(optimizer.optimizer).__module__.partition(".")[0]
     if module in _BLOCKWISE:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.comm.nodes import AMONG_GATHERS, Messages, Nodes, Sent
 from zerosync_strategy.core.comm.owners import choose_owners
@@ -30,7 +31,7 @@ from zerosync_strategy.core.options import ZeroSyncConfig
 class PerParamLayout(ShardLayout):
     """The shards of the parameters one after the other: each has ``columns`` elements per rank, from ``begins`` on."""
 
-    def __init__(self, process_group: Any, params: Sequence[Any], *common: Any) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, params: Sequence[nn.Parameter], *common: Any) -> None:
         super().__init__(process_group, params, *common)
         numels = list(map(zero3.shard_numel, self.params))
         self.columns = dict(zip(self.params, numels, strict=True))
@@ -38,10 +39,10 @@ class PerParamLayout(ShardLayout):
         self.begin_list = list(self.begins.values())
         self.shard_numel = sum(numels)
 
-    def divide(self, buckets: Sequence[Sequence[Any]]) -> list[ColumnPlacement]:
+    def divide(self, buckets: Sequence[Sequence[nn.Parameter]]) -> list[ColumnPlacement]:
         return [ColumnPlacement(self, params) for params in buckets]
 
-    def shard_slices(self, param: Any, stock: bool = False) -> list[ShardSlice]:
+    def shard_slices(self, param: nn.Parameter, stock: bool = False) -> list[ShardSlice]:
         columns, numel = self.columns[param], zero3.full_numel(param)
         first, last = (min((self.rank + k) * columns, numel) for k in (0, 1))
         return [ShardSlice(first, last, self.begins[param])]
@@ -57,7 +58,7 @@ class PerParamLayout(ShardLayout):
         self.all_gather(rows).wait()
         return rows
 
-    def gradient_in(self, memory: torch.Tensor, param: Any) -> torch.Tensor:
+    def gradient_in(self, memory: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         columns = memory.narrow(1, self.begins[param], self.columns[param])
         return columns.reshape(-1)[: zero3.full_numel(param)]
 
@@ -67,7 +68,7 @@ class ColumnPlacement(RowPlacement):
 
     _layout: PerParamLayout
 
-    def __init__(self, layout: PerParamLayout, params: Sequence[Any]) -> None:
+    def __init__(self, layout: PerParamLayout, params: Sequence[nn.Parameter]) -> None:
         super().__init__(layout, layout.begins[params[0]], sum(layout.columns[param] for param in params), params)
         # torch._chunk_cat divides a tensor as ZeRO-3 does.
         for param in params:
@@ -120,7 +121,7 @@ class PerParamShards(GradientShards):
         self.on_device = not zero.offloads(optimizer)
         self.owned: dict[OwnedLayout, torch.Tensor] = {}
         self._runs: dict[tuple[PerParamLayout, int, int], _Runs] = {}
-        by_group: dict[Any, list[Any]] = {}
+        by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for param in (param for group in zero3_optimizer.param_groups(optimizer) for param in group):
             by_group.setdefault(zero3_optimizer.gradient_group(optimizer, param), []).append(param)
         everyone = dist.get_world_size(zero.data_parallel_group(optimizer))
@@ -178,7 +179,7 @@ class PerParamShards(GradientShards):
             by_group = [[own.get(param, nothing) for param in group] for group in groups]
         zero3_optimizer.give_gradients(self.optimizer, by_group)
 
-    def layout_of(self, param: Any) -> OwnedLayout:
+    def layout_of(self, param: nn.Parameter) -> OwnedLayout:
         return next(layout for layout in self.layouts if isinstance(layout, OwnedLayout) and param in layout.owners)
 
     @property
@@ -216,7 +217,7 @@ class PerParamShards(GradientShards):
         if self.whole:
             self.discard()
 
-    def parameters_floor(self) -> dict[Any, Sent]:
+    def parameters_floor(self) -> dict[nn.Parameter, Sent]:
         floor = {}
         for param in self.optimizer.module.parameters():  # also the parameters that the optimizer does not train
             group = zero3_optimizer.gradient_group(self.optimizer, param)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.comm.streams import HostCopy
@@ -32,7 +33,7 @@ class UnitNorms:
     Raises ``ValueError`` if not all ranks shard each parameter.
     """
 
-    def __init__(self, shards: GradientShards, names: Mapping[Any, str]) -> None:
+    def __init__(self, shards: GradientShards, names: Mapping[nn.Parameter, str]) -> None:
         everyone = dist.get_world_size()
         if any(dist.get_world_size(layout.process_group) != everyone for layout in shards.layouts):
             raise ValueError(

@@ -22,9 +22,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.engine import zero3
@@ -156,7 +156,7 @@ class Window:
         else:
             self._leave_backward()
 
-    def added(self, gradient: LocalGradient, param: Any) -> None:
+    def added(self, gradient: LocalGradient, param: nn.Parameter) -> None:
         """Process an accumulation by autograd into ``param.grad``."""
         # Called for every gradient of every backward, so it makes no further call if nothing is to be done (H6).
         if not self._reducer.only_adds or param.grad is not gradient.place:

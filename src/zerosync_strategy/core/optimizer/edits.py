@@ -19,9 +19,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero3, zero12
+from zerosync_strategy.core.engine.types import Zero12Optimizer
 from zerosync_strategy.core.failures.errors import HANDLE
 
 PIECE_NUMEL = 2**22
@@ -31,7 +33,9 @@ WeightPair = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
-def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], names: Mapping[Any, str]) -> None:
+def restore_flat_parameters(
+    optimizer: Zero12Optimizer, groups: Iterable[zero12.FlatGroup], names: Mapping[nn.Parameter, str]
+) -> None:
     """Copy parameters of ZeRO-1 or ZeRO-2 that ``param.data = ...`` has replaced back into the flat buffers.
 
     Raise ``ValueError`` if a parameter was given data of another shape.
@@ -47,7 +51,7 @@ def restore_flat_parameters(optimizer: Any, groups: Iterable[zero12.FlatGroup], 
 
 
 @torch.no_grad()
-def write_gathered_to_shards(params: Iterable[Any], names: Mapping[Any, str]) -> None:
+def write_gathered_to_shards(params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
     """Copy the values of the gathered parameters among ``params``, which may have been edited, to their ZeRO-3 shards.
 
     The other parameters may have been edited in their shards. Raise ``ValueError`` if a parameter was given data of
@@ -142,7 +146,7 @@ def _adopt(shard: torch.Tensor, master: torch.Tensor, concurrent: bool) -> None:
             torch.where(piece == written, of_master, piece.to(of_master.dtype), out=of_master)
 
 
-def _check_shape(param: Any, shape: tuple[int, ...], names: Mapping[Any, str]) -> None:
+def _check_shape(param: nn.Parameter, shape: tuple[int, ...], names: Mapping[nn.Parameter, str]) -> None:
     if tuple(param.shape) != shape:
         raise ValueError(
             f"Parameter {names.get(param, 'of the optimizer')!r} has the shape {tuple(param.shape)}, where the engine"
@@ -154,7 +158,7 @@ def _check_shape(param: Any, shape: tuple[int, ...], names: Mapping[Any, str]) -
 class GuardedStates(defaultdict[Any, Any]):
     """The states of a torch optimizer, with ``names`` of the module's parameters, which are no keys of it."""
 
-    def __init__(self, states: Mapping[Any, Any], names: Mapping[Any, str]) -> None:
+    def __init__(self, states: Mapping[Any, Any], names: Mapping[nn.Parameter, str]) -> None:
         super().__init__(dict, states)
         self._names = names
 
@@ -186,14 +190,14 @@ class GuardedStates(defaultdict[Any, Any]):
             self._check(key)
 
 
-def guard_states(optimizer: Any, names: Mapping[Any, str]) -> None:
+def guard_states(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
     """Make a use of ``optimizer.state`` by parameter a ``RuntimeError``, also of what was set so far."""
     if not isinstance(optimizer.state, GuardedStates):  # a load has replaced it
         optimizer.state = GuardedStates(optimizer.state, names)
     optimizer.state.check()
 
 
-def unguard_states(optimizer: Any) -> None:
+def unguard_states(optimizer: torch.optim.Optimizer) -> None:
     """Undo :func:`guard_states`."""
     if isinstance(optimizer.state, GuardedStates):
         optimizer.state = defaultdict(dict, optimizer.state)

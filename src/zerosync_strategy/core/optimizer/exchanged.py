@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import InFlight, largest
 from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.comm.owners import all_to_all
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
-from zerosync_strategy.core.engine.fragments import require_numel
+from zerosync_strategy.core.engine.zero3 import require_numel
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
@@ -31,14 +32,14 @@ from zerosync_strategy.core.optimizer.whole import WholeStepper
 _TAG = 2**29  # below the tags of gathers and above the tags of reductions
 _IN_FLIGHT = 2
 
-ValuesOf = Callable[[Any], torch.Tensor]
-Write = Callable[[Any, torch.Tensor], None]
+ValuesOf = Callable[[nn.Parameter], torch.Tensor]
+Write = Callable[[nn.Parameter, torch.Tensor], None]
 
 
 class _Batch:
     """Parameters of one layout that are exchanged together."""
 
-    def __init__(self, layout: OwnedLayout, params: Sequence[Any]) -> None:
+    def __init__(self, layout: OwnedLayout, params: Sequence[nn.Parameter]) -> None:
         self._layout = layout
         self._params = sorted(params, key=layout.owners.__getitem__)
         self._owners = [layout.owners[param] for param in self._params]
@@ -125,7 +126,7 @@ class ExchangedStepper(WholeStepper):
                 self._batches.append(_Batch(layout, params))
             for param in layout.own_offsets:
                 flat = self._flats[self._places[param][0]]
-                self.masters[param] = torch.nn.Parameter(flat.new_empty(zero3.full_shape(param)))
+                self.masters[param] = nn.Parameter(flat.new_empty(zero3.full_shape(param)))
             nbytes = sum(map(zero3.shard_numel, layout.params)) * itemsize
             self._sent = self._sent.plus(shards.topology.sent(nbytes, layout.process_group, distinct=True))
         self.take(zero3_optimizer.torch_groups(self._zero))
@@ -159,18 +160,18 @@ class ExchangedStepper(WholeStepper):
         change()
         self.give()
 
-    def read_gradient(self, param: Any) -> torch.Tensor:
+    def read_gradient(self, param: nn.Parameter) -> torch.Tensor:
         """Return the averaged gradient of ``param``, in fp32. Collective."""
         layout = self._shards.layout_of(param)
         return layout.read(self._shards.owned[layout], param)
 
-    def write_gradient(self, param: Any, value: torch.Tensor) -> None:
+    def write_gradient(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Set the averaged gradient of ``param``, if this rank owns it."""
         require_numel(value, zero3.full_shape(param))
         layout = self._shards.layout_of(param)
         layout.write(value, self._shards.owned[layout], param)
 
-    def owner(self, param: Any) -> tuple[int, Any]:
+    def owner(self, param: nn.Parameter) -> tuple[int, Any]:
         layout = self._shards.layout_of(param)
         return layout.owners[param], layout.process_group
 
@@ -213,12 +214,12 @@ class ExchangedStepper(WholeStepper):
         for exchange in in_flight:
             exchange.wait()
 
-    def _master(self, param: Any) -> torch.Tensor:
+    def _master(self, param: nn.Parameter) -> torch.Tensor:
         index, begin, end = self._places[param]
         return self._flats[index].data[begin:end]
 
-    def _take_master(self, param: Any, values: torch.Tensor) -> None:
+    def _take_master(self, param: nn.Parameter, values: torch.Tensor) -> None:
         self.masters[param].data.view(-1).copy_(values)
 
-    def _take_shard(self, param: Any, shard: torch.Tensor) -> None:
+    def _take_shard(self, param: nn.Parameter, shard: torch.Tensor) -> None:
         self._master(param).copy_(shard)

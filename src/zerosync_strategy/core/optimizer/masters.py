@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.engine import zero3, zero3_optimizer, zero12
+from zerosync_strategy.core.engine.types import Zero12Optimizer
 from zerosync_strategy.core.engine.zero import MasterShard
 from zerosync_strategy.core.gradients.buckets import GradientBucket
 from zerosync_strategy.core.gradients.layout import ShardSlice
@@ -41,7 +43,7 @@ class StripedStates:
         """Return the elements of a flat buffer that are in this rank's shard in the current layout."""
         return layout.slices(self._is_stock)
 
-    def read(self, param: Any, key: str | None) -> torch.Tensor:
+    def read(self, param: nn.Parameter, key: str | None) -> torch.Tensor:
         """Return the full master weights of ``param`` in fp32, or its state ``key``. Collective.
 
         Raises a ``ValueError`` if there is no such state.
@@ -49,7 +51,7 @@ class StripedStates:
         layout = self.layout_of(param)
         return layout.read(self._shard(layout, key), param, self._is_stock)
 
-    def write(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+    def write(self, param: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
         """Set what :meth:`read` returns to ``value``, the same on all ranks."""
         layout = self.layout_of(param)
         layout.write(value, self._shard(layout, key), param, self._is_stock)
@@ -101,10 +103,10 @@ class StripedStates:
     def _exchange(self, shard: torch.Tensor, layout: StripedLayout, to_stock: bool, device: torch.device) -> None:
         shard.copy_(layout.stripes.exchange(shard, not to_stock, layout.process_group, layout.counter, device))
 
-    def _states_of(self, master: Any) -> dict[str, Any]:
+    def _states_of(self, master: torch.Tensor) -> dict[str, Any]:
         return self._optimizer.optimizer.state.get(master, {})
 
-    def layout_of(self, param: Any) -> FlatLayout:
+    def layout_of(self, param: nn.Parameter) -> FlatLayout:
         return next(layout for layout in self._layouts if param in layout.offsets)
 
     def _shard(self, layout: FlatLayout, key: str | None) -> torch.Tensor:
@@ -131,7 +133,7 @@ class StepSlice(NamedTuple):
     stepped: Callable[[], None] | None
 
 
-StepSlices = Sequence[tuple[Any, Sequence[StepSlice]]]
+StepSlices = Sequence[tuple[torch.Tensor, Sequence[StepSlice]]]
 """Master weights, each with its slices."""
 
 
@@ -148,7 +150,7 @@ def step_slices(
 class MasterPart(NamedTuple):
     """``numel`` elements of ``param`` from its element ``start``, at ``offset`` of the ``number``-th master tensor."""
 
-    param: Any
+    param: nn.Parameter
     number: int
     start: int
     offset: int
@@ -163,7 +165,7 @@ class Masters(ABC):
         """Yield what this rank has of each parameter as in a step; of one of which it has nothing, an empty part."""
 
     @abstractmethod
-    def groups(self) -> list[list[Any]]:
+    def groups(self) -> list[list[nn.Parameter]]:
         """Return the parameters, by the groups of the torch optimizer, in its order."""
 
     @abstractmethod
@@ -191,7 +193,7 @@ class ShardMasters(Masters):
     def by_param(self) -> list[MasterShard]:
         return zero3_optimizer.master_shards(self._optimizer)
 
-    def groups(self) -> list[list[Any]]:
+    def groups(self) -> list[list[nn.Parameter]]:
         return zero3_optimizer.torch_groups(self._optimizer)
 
     def parts(self) -> Iterator[MasterPart]:
@@ -209,7 +211,7 @@ class ShardMasters(Masters):
         return zero3_optimizer.masters_in_groups(self._optimizer)
 
 
-_ShardOf = Callable[[Any, int], torch.Tensor]  # of an optimizer and the index of a group
+_ShardOf = Callable[[Zero12Optimizer, int], torch.Tensor]  # of an optimizer and the index of a group
 
 
 class FlatMasters(Masters):
@@ -234,7 +236,7 @@ class FlatMasters(Masters):
             masters.append(MasterShard(zero12.master(self._optimizer, layout.group_index), slices))
         return masters
 
-    def groups(self) -> list[list[Any]]:
+    def groups(self) -> list[list[nn.Parameter]]:
         return [zero12.params_in_order(self._optimizer, index) for index, _ in enumerate(self._optimizer.param_groups)]
 
     def parts(self) -> Iterator[MasterPart]:

@@ -12,10 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import all_reduce
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer, zero12
 from zerosync_strategy.core.engine.several import groups_of, shows_parameters
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.reducer import Reducer
@@ -35,7 +37,9 @@ class PendingGradients:
     ``activity`` wraps what may communicate. ``apart`` wraps traffic that is counted separately from the step's.
     """
 
-    def __init__(self, engine: Any, reducer: Reducer, window: Window, activity: Section, apart: Section) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, reducer: Reducer, window: Window, activity: Section, apart: Section
+    ) -> None:
         self._engine, self._reducer, self._window = engine, reducer, window
         self._activity, self._apart = activity, apart
         self._configured_clip_norm: float | None = None  # while another clip norm is in force
@@ -46,7 +50,7 @@ class PendingGradients:
         return stock if shows_parameters(stock) else groups_of(stock, self._groups)
 
     @functools.cached_property
-    def _groups(self) -> list[list[Any]]:
+    def _groups(self) -> list[list[nn.Parameter]]:
         optimizer = self._engine.optimizer
         if zero.stage(self._engine) == 3:
             return zero3_optimizer.torch_groups(optimizer)
@@ -183,9 +187,9 @@ class PendingGradients:
         if self._window.state is WindowState.OPEN:
             self._window.changes.note(reduced=False)
 
-    # ---- one gradient, by DeepSpeed's functions (engine/fragments.py) ----------------------------------------------
+    # ---- one gradient, by DeepSpeed's functions (engine/param_functions.py) ----------------------------------------
 
-    def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
+    def full_gradient(self, param: nn.Parameter, stock: Callable[[], Any]) -> Any:
         """Return the averaged gradient of ``param``; ``stock`` reads it from the shards. Collective."""
         if self._are_shown:
             return param.grad
@@ -218,7 +222,7 @@ class PendingGradients:
             )
         self._reducer.norm_changed()
 
-    def _average(self, param: Any) -> torch.Tensor:
+    def _average(self, param: nn.Parameter) -> torch.Tensor:
         """Return the average of a gradient that is local on every rank. The window stays open. Collective."""
         layout = next(layout for layout in self._reducer.layouts if any(each is param for each in layout.params))
         total = torch.zeros(zero3.full_shape(param), device=param.device)
@@ -238,27 +242,27 @@ class FlatPendingGradients(PendingGradients):
         super().__init__(*common)
         self._states, self._whole = states, whole
 
-    def full_gradient(self, param: Any, stock: Callable[[], Any]) -> Any:
+    def full_gradient(self, param: nn.Parameter, stock: Callable[[], Any]) -> Any:
         return super().full_gradient(param, lambda: self._states.layout_of(param).read(self._shard(param), param))
 
-    def set_full_gradient(self, param: Any, value: torch.Tensor) -> None:
+    def set_full_gradient(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Set this rank's part of the averaged gradient of ``param``."""
         self.check_reduced("safe_set_full_grad()")
         self._states.layout_of(param).write(value, self._shard(param), param)
 
-    def full_master(self, param: Any, key: str | None) -> torch.Tensor:
+    def full_master(self, param: nn.Parameter, key: str | None) -> torch.Tensor:
         """Return the master weights of ``param``, or its state ``key``. Collective."""
         with self._activity("safe_get_full_fp32_param()"):
             if key is not None and self._whole is not None:
                 return self._whole.read_state(param, key)
             return self._states.read(param, key)
 
-    def set_full_master(self, param: Any, value: torch.Tensor, key: str | None) -> None:
+    def set_full_master(self, param: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
         """Set this rank's part of what :meth:`full_master` returns."""
         if key is not None and self._whole is not None:
             self._whole.write_state(param, value, key)
         else:
             self._states.write(param, value, key)
 
-    def _shard(self, param: Any) -> torch.Tensor:
+    def _shard(self, param: nn.Parameter) -> torch.Tensor:
         return zero12.gradient_shard(self._reducer.optimizer, self._states.layout_of(param).group_index)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import TorchFunctionMode
@@ -74,7 +74,7 @@ Divide = Callable[[Tensors], list[Tensors]]
 MakeTrial = Callable[[Shapes, torch.dtype, int], "_Trial"]
 
 
-def probe(optimizer: Any) -> Dependence:
+def probe(optimizer: torch.optim.Optimizer) -> Dependence:
     """Return what the updates of ``optimizer`` depend on, with the options of each of its groups.
 
     The optimizer is neither changed nor stepped; copies without its parameters, states and hooks are stepped. Random
@@ -90,12 +90,12 @@ def probe(optimizer: Any) -> Dependence:
     return found
 
 
-def switches_weights(optimizer: Any) -> bool:
+def switches_weights(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` has ``train()`` and ``eval()``, which exchange the weights (schedule-free)."""
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
-def _probe(optimizer: Any) -> Dependence:
+def _probe(optimizer: torch.optim.Optimizer) -> Dependence:
     groups, counts = _groups(optimizer), sorted({len(_SCALES), _steps(optimizer)})
     found = _probe_groups(partial(_Trial, optimizer, [_TrialGroup(each.options, {}) for each in groups]), counts)
     if found.scope is Scope.UNKNOWN and any(each.state for each in groups):
@@ -158,7 +158,7 @@ def _try_steps(trial: _Trial, differs: str) -> Dependence:
 class _Trial:
     """Steps copies of ``optimizer`` on parameters of ``shapes``, the same in each of ``groups``."""
 
-    optimizer: Any
+    optimizer: torch.optim.Optimizer
     groups: Sequence[_TrialGroup]
     shapes: Shapes
     dtype: torch.dtype
@@ -177,9 +177,7 @@ class _Trial:
         numpy.random.seed(0)
         before = _random_states()
         generator = torch.Generator().manual_seed(2)
-        params = [
-            [[torch.nn.Parameter(each.clone()) for each in part] for part in divide(self._start)] for _ in self.groups
-        ]
+        params = [[[nn.Parameter(each.clone()) for each in part] for part in divide(self._start)] for _ in self.groups]
         copies = [_copied(self.optimizer, self.groups, of_copy) for of_copy in zip(*params, strict=True)]
         switching = copies if switches_weights(self.optimizer) else []
         for each in switching:
@@ -254,7 +252,7 @@ def _orthogonal(tensor: Tensor, to: Tensor) -> Tensor:
     return (rows - along * others).view_as(tensor)
 
 
-def _steps(optimizer: Any) -> int:
+def _steps(optimizer: torch.optim.Optimizer) -> int:
     """Return a number of steps that shows all effects of ``optimizer``, also of options for every k-th step."""
     options = [value for group in optimizer.param_groups for value in group.values()] + list(vars(optimizer).values())
     periods = [value for value in options if isinstance(value, int) and not isinstance(value, bool)]
@@ -269,7 +267,7 @@ class _TrialGroup(NamedTuple):
     state: dict[str, Any]  # what a constructor may set: a flag (Moonlight's Muon), the seed of a projection (APOLLO)
 
 
-def _groups(optimizer: Any) -> list[_TrialGroup]:
+def _groups(optimizer: torch.optim.Optimizer) -> list[_TrialGroup]:
     """Return the groups that differ in more than the learning rate, as before a first step."""
     groups: dict[str, _TrialGroup] = {}
     states = getattr(optimizer, "state", {})
@@ -325,7 +323,7 @@ class _CopySmallTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copied(optimizer: Any, groups: Sequence[_TrialGroup], params: Sequence[Tensors]) -> Any:
+def _copied(optimizer: torch.optim.Optimizer, groups: Sequence[_TrialGroup], params: Sequence[Tensors]) -> Any:
     """Return a copy of ``optimizer`` with these groups and parameters, without other states and hooks."""
     made = [copy.deepcopy(each.options) | {"params": list(own)} for each, own in zip(groups, params, strict=True)]
     with _CopySmallTensors():
@@ -336,7 +334,7 @@ def _copied(optimizer: Any, groups: Sequence[_TrialGroup], params: Sequence[Tens
     return twin
 
 
-def _twin(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Any:
+def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Any:
     """Return the copy. ``memo``, as of ``deepcopy()``, collects the copies of nested optimizers, too."""
     twin = object.__new__(type(optimizer))
     own = dict(vars(optimizer))
@@ -356,7 +354,7 @@ def _twin(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) ->
     return twin
 
 
-def _key(optimizer: Any) -> Any:
+def _key(optimizer: torch.optim.Optimizer) -> Any:
     """Return the class and the options, to cache by; ``None`` if the optimizer has other attributes."""
     simple = (bool, int, float, str, tuple, type(None))
     options = {name: value for name, value in vars(optimizer).items() if isinstance(value, simple)}

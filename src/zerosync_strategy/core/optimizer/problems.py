@@ -47,7 +47,7 @@ _BY_GROUP = (
     "base_lrs", "lr_lambdas", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums",
 )  # fmt: skip
 # Optimizers whose parameters an engine has replaced by flat shards.
-_used: weakref.WeakSet[Any] = weakref.WeakSet()
+_used: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def optimizer_problem(module: torch.nn.Module, optimizer: Any, elementwise: bool | str = False) -> str:
@@ -78,7 +78,7 @@ class Kind(NamedTuple):
     needs_whole: bool = False
 
 
-def kind_of(optimizer: Any, elementwise: bool | str = False) -> Kind:
+def kind_of(optimizer: torch.optim.Optimizer, elementwise: bool | str = False) -> Kind:
     """Return the kind of ``optimizer``, by a trial if its class is not known. See :func:`optimizer_problem`."""
     problem = _known_problem(optimizer, elementwise)
     if problem or elementwise:
@@ -91,7 +91,7 @@ def kind_of(optimizer: Any, elementwise: bool | str = False) -> Kind:
     return Kind(_found_problem(optimizer, found), needs_whole)
 
 
-def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
+def _known_problem(optimizer: torch.optim.Optimizer, elementwise: bool | str) -> str:
     """Return a problem that the class is known to have; empty if none."""
     if not elementwise and (cls := _is_known(optimizer, _ALL_PARAMETERS)):  # a trial of some would need a GPU
         return f"the optimizer {_named(optimizer, cls)} {_FOUND[Scope.EVERYTHING]}, {_WRONG} {_REMEDY}"
@@ -118,13 +118,13 @@ def _known_problem(optimizer: Any, elementwise: bool | str) -> str:
     return ""
 
 
-def _is_known(optimizer: Any, names: frozenset[str]) -> type | None:
+def _is_known(optimizer: torch.optim.Optimizer, names: frozenset[str]) -> type | None:
     """Return the class of ``optimizer``, or a base class, with one of ``names`` among the words of its name."""
     classes = (cls for inner in _unwrapped(optimizer) for cls in type(inner).__mro__)
     return next((cls for cls in classes if _words(cls.__name__) & names), None)
 
 
-def _is_elementwise(optimizer: Any) -> bool:
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the class is known to be elementwise, or DeepSpeed is yet to make the optimizer."""
     cls = type(optimizer)
     names = _ELEMENTWISE.get(cls.__module__.partition(".")[0], "")
@@ -132,7 +132,7 @@ def _is_elementwise(optimizer: Any) -> bool:
     return not is_made or cls in STEPPED_BY_TENSOR or re.fullmatch(names, cls.__name__) is not None
 
 
-def _found_problem(optimizer: Any, found: Dependence) -> str:
+def _found_problem(optimizer: torch.optim.Optimizer, found: Dependence) -> str:
     scope, detail = found
     if scope in (Scope.ELEMENT, Scope.PARAMETER):
         return ""
@@ -261,7 +261,7 @@ def drop_empty_groups(optimizer: Any) -> None:
         vars(scheduler).update(_only(_by_group(scheduler, number), kept))
 
 
-def take_out_dropped_groups(optimizer: Any) -> str:
+def take_out_dropped_groups(optimizer: torch.optim.Optimizer) -> str:
     """Remove groups that DeepSpeed has dropped, as they were empty, from each scheduler of ``optimizer``.
 
     Return a problem if a scheduler does not say which; empty if none has.
@@ -290,7 +290,7 @@ def take_out_dropped_groups(optimizer: Any) -> str:
     return ""
 
 
-def _schedulers(optimizer: Any) -> Iterator[Any]:
+def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Yield the schedulers of ``optimizer``; the program may step them, and then nothing else refers to them."""
     for each in gc.get_objects():
         if issubclass(type(each), LRScheduler) and getattr(each, "optimizer", None) is optimizer:

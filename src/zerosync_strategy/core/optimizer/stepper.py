@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 from torch.optim import optimizer as torch_optimizer
 
@@ -35,7 +37,7 @@ STEPPED_BY_TENSOR = frozenset([SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam,
 _PACKAGES_BY_TENSOR = frozenset(["bitsandbytes", "deepspeed"])
 
 
-def counts_by_tensor(optimizer: Any) -> bool:
+def counts_by_tensor(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether calls of ``step()``, each with a part of the parameters, are known to equal a single call."""
     return type(optimizer) in STEPPED_BY_TENSOR or type(optimizer).__module__.partition(".")[0] in _PACKAGES_BY_TENSOR
 
@@ -44,7 +46,7 @@ def counts_by_tensor(optimizer: Any) -> bool:
 class _Cohort:
     """Parameters stepped in the same steps; ``scalars`` are their shared states, by index of the master weights."""
 
-    params: set[Any]
+    params: set[nn.Parameter]
     scalars: dict[int, State] = field(default_factory=dict)
 
 
@@ -52,7 +54,7 @@ class _Piece(NamedTuple):
     """What the optimizer steps in place of master weights: a cohort's runs in one slice of them."""
 
     group: dict[str, Any]
-    flat: Any
+    flat: torch.Tensor
     master: int
     runs: Runs
     cohort: _Cohort
@@ -73,7 +75,7 @@ class Stepper:
     def __init__(self, shards: GradientShards, masters: Masters) -> None:
         self._zero, self._params, self._masters = shards.optimizer, shards.params, masters
         self._cohorts = [_Cohort(set(shards.params))]
-        self._frozen: set[Any] | None = None  # in all backwards since the last step; None: no backward yet
+        self._frozen: set[nn.Parameter] | None = None  # in all backwards since the last step; None: no backward yet
 
     @property
     def _optimizer(self) -> Any:
@@ -133,11 +135,11 @@ class Stepper:
         slices = self._masters.slices()
         return slices if any(len(of_master) > 1 for _, of_master in slices) else None
 
-    def _scalars_now(self, flats: Sequence[Any]) -> dict[int, State]:
+    def _scalars_now(self, flats: Sequence[torch.Tensor]) -> dict[int, State]:
         states = self._optimizer.state
         return {index: _scalar_states(states[flat], flat) for index, flat in enumerate(flats) if states.get(flat)}
 
-    def _split(self, frozen: set[Any]) -> None:
+    def _split(self, frozen: set[nn.Parameter]) -> None:
         if len(self._cohorts) == 1:
             self._cohorts[0].scalars = self._scalars_now([master.flat for master in self._masters.by_param()])
         for cohort in list(self._cohorts):
@@ -218,7 +220,7 @@ class Stepper:
             part.group["params"] = []
             part.cohort.scalars[part.master] = self._leave(part, views)
 
-    def _leave(self, part: _Piece, views: list[Any]) -> State:
+    def _leave(self, part: _Piece, views: list[nn.Parameter]) -> State:
         """Copy the states of the stepped ``views`` into the whole states; return the scalar states."""
         whole, scalars = self._optimizer.state[part.flat], {}
         for view, (begin, end) in zip(views, part.runs, strict=True):
@@ -234,7 +236,7 @@ class Stepper:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    def state(self, names: Mapping[Any, str], group: Any) -> list[Any]:
+    def state(self, names: Mapping[nn.Parameter, str], group: dist.ProcessGroup) -> list[Any]:
         """Return the cohorts for a checkpoint: names of parameters and scalars. Empty, without a message, if one only.
 
         Collective otherwise, because a rank has the scalars of its own shard only.
@@ -248,7 +250,7 @@ class Stepper:
             state.append((sorted(names[param] for param in cohort.params), merged))
         return state
 
-    def load(self, state: list[Any], names: Mapping[Any, str]) -> None:
+    def load(self, state: list[Any], names: Mapping[nn.Parameter, str]) -> None:
         """Restore what :meth:`state` has returned."""
         cohort_of = {name: number for number, (of_cohort, _) in enumerate(state) for name in of_cohort}
         cohorts = [_Cohort(set(), copy.deepcopy(scalars)) for _, scalars in state] or [_Cohort(set())]
@@ -257,7 +259,7 @@ class Stepper:
         self._cohorts = cohorts
         self._frozen = None
 
-    def states_at(self, param: Any, index: int, flat: Any) -> tuple[State, State]:
+    def states_at(self, param: nn.Parameter, index: int, flat: torch.Tensor) -> tuple[State, State]:
         """Return the states of ``param``, by element and the others; ``flat`` is the ``index``-th master tensor."""
         state = self._optimizer.state.get(flat, {})
         if len(self._cohorts) == 1:
@@ -265,7 +267,12 @@ class Stepper:
         scalars = next(cohort.scalars for cohort in self._cohorts if param in cohort.params).get(index)
         return ({}, {}) if scalars is None else (_shaped_states(state, flat), scalars)
 
-    def load_scalars(self, of_params: Mapping[Any, State], index_of: Mapping[Any, int], flats: Sequence[Any]) -> None:
+    def load_scalars(
+        self,
+        of_params: Mapping[nn.Parameter, State],
+        index_of: Mapping[nn.Parameter, int],
+        flats: Sequence[torch.Tensor],
+    ) -> None:
         """Set the states that are not by element, of all parameters; no states: it was never stepped.
 
         ``index_of``: by parameter, the index of its master weights in ``flats``.
@@ -288,7 +295,7 @@ class Stepper:
         self._frozen = None
 
 
-def _can_step_by_part(optimizer: Any) -> bool:
+def _can_step_by_part(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` can step part by part without any hook or wrapper noticing."""
     own = vars(optimizer).get("step")
     return (
@@ -305,7 +312,7 @@ def _whole(masters: Sequence[MasterShard]) -> StepSlices:
     return [(master.flat, [StepSlice(0, master.flat.numel(), None)]) for master in masters]
 
 
-def _runs(master: MasterShard, params: set[Any]) -> Runs:
+def _runs(master: MasterShard, params: set[nn.Parameter]) -> Runs:
     """Return the bounds of ``params`` in the master weights, with neighbours merged."""
     runs: Runs = []
     for param, begin, end in master.slices:
@@ -315,13 +322,13 @@ def _runs(master: MasterShard, params: set[Any]) -> Runs:
     return runs
 
 
-def _enter(optimizer: Any, part: _Piece) -> list[torch.nn.Parameter]:
+def _enter(optimizer: torch.optim.Optimizer, part: _Piece) -> list[nn.Parameter]:
     """Return views of the part for the optimizer to step, with gradients and states."""
     views = []
     data, gradient = part.flat.data, part.flat.grad
     shaped = {} if part.scalars is None else _shaped_states(optimizer.state[part.flat], part.flat)
     for begin, end in part.runs:
-        view = torch.nn.Parameter(data[begin:end])
+        view = nn.Parameter(data[begin:end])
         view.grad = None if gradient is None else gradient[begin:end]
         if part.scalars is not None:
             optimizer.state[view] = {key: value[begin:end] for key, value in shaped.items()} | _copied(part.scalars)

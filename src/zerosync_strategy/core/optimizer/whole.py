@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.engine import zero, zero12
 from zerosync_strategy.core.engine.saved_files import State, masters_of, torch_state_of, with_torch_state
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.gradients.stage12 import FlatShards
@@ -35,8 +37,8 @@ class WholeStepper(Stepper):
 
     def __init__(self, shards: GradientShards, masters: Masters) -> None:
         super().__init__(shards, masters)
-        self.left_out: set[Any] = set()  # frozen parameters, which the running step leaves out
-        self.masters: dict[Any, torch.nn.Parameter] = {}
+        self.left_out: set[nn.Parameter] = set()  # frozen parameters, which the running step leaves out
+        self.masters: dict[nn.Parameter, nn.Parameter] = {}
         if any(self._optimizer.state.get(master.flat) for master in masters.by_param()):
             raise ValueError(
                 f"attach() found that the optimizer {type(self._optimizer).__name__}, which needs whole"
@@ -44,7 +46,7 @@ class WholeStepper(Stepper):
                 " load_checkpoint()."
             )
 
-    def take(self, groups: list[list[Any]]) -> None:
+    def take(self, groups: list[list[nn.Parameter]]) -> None:
         """Replace the parameters of the torch optimizer, in ``groups``, by this rank's :attr:`masters`."""
         optimizer = self._optimizer
         made = dict(optimizer.state)  # states that its constructor made, also for frozen parameters
@@ -67,16 +69,16 @@ class WholeStepper(Stepper):
     def change(self, change: Callable[[], None]) -> None:
         change()
 
-    def states_of(self, param: Any) -> dict[str, Any]:
+    def states_of(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's states of ``param``; empty if another rank owns it."""
         master = self.masters.get(param)
         return {} if master is None else self._optimizer.state.get(master, {})
 
     @abstractmethod
-    def owner(self, param: Any) -> tuple[int, Any]:
+    def owner(self, param: nn.Parameter) -> tuple[int, Any]:
         """Return the rank of the owner of ``param`` in its process group, and the process group."""
 
-    def read_state(self, param: Any, key: str) -> torch.Tensor:
+    def read_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
         """Return a state of ``param`` in fp32; a ``ValueError`` if it does not exist. Collective."""
         value = self.states_of(param).get(key)
         value = value.cpu() if isinstance(value, torch.Tensor) else None
@@ -85,7 +87,7 @@ class WholeStepper(Stepper):
             raise ValueError(f"{key!r} is no state of the optimizer's for this parameter.")
         return found.to(param.device, torch.float32)
 
-    def write_state(self, param: Any, value: torch.Tensor, key: str) -> None:
+    def write_state(self, param: nn.Parameter, value: torch.Tensor, key: str) -> None:
         """Set a state of ``param``, if this rank owns it; a ``ValueError`` if the state does not exist."""
         if param in self.masters:
             if not isinstance(target := self.states_of(param).get(key), torch.Tensor):
@@ -94,22 +96,22 @@ class WholeStepper(Stepper):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def state(self, names: Mapping[Any, str], group: Any) -> list[Any]:
+    def state(self, names: Mapping[nn.Parameter, str], group: dist.ProcessGroup) -> list[Any]:
         return []
 
-    def load(self, state: list[Any], names: Mapping[Any, str]) -> None:
+    def load(self, state: list[Any], names: Mapping[nn.Parameter, str]) -> None:
         self._frozen = None
 
-    def by_name(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+    def by_name(self, state: dict[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
         """Return the torch optimizer's ``state_dict()`` with names of parameters in place of numbers."""
         return _renamed(state, dict(enumerate(itertools.chain.from_iterable(self.names(names)))))
 
-    def by_number(self, state: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+    def by_number(self, state: dict[str, Any], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
         """Return the ``state_dict()`` for the torch optimizer: the inverse of :meth:`by_name`, for owned parameters."""
         numbered = enumerate(itertools.chain.from_iterable(self.names(names)))
         return _renamed(state, {name: number for number, name in numbered})
 
-    def names(self, names: Mapping[Any, str]) -> list[list[str]]:
+    def names(self, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
         """Return the names of the parameters that this rank owns, by the torch optimizer's groups."""
         param_of = {id(master): param for param, master in self.masters.items()}
         groups = self._optimizer.param_groups
@@ -141,7 +143,7 @@ class OwnedStepper(WholeStepper):
         super().__init__(shards, masters)
         self._give = masters.give
         self._layouts = [layout for layout in shards.layouts if isinstance(layout, OwnedLayout)]
-        groups: list[list[Any]] = [[] for _ in self._optimizer.param_groups]
+        groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
         for layout in self._layouts:
             flat = zero12.give_own_master(self._zero, layout.group_index, layout.shard_numel)
             groups[layout.group_index] = zero12.params_in_order(self._zero, layout.group_index)
@@ -149,9 +151,9 @@ class OwnedStepper(WholeStepper):
         self.take(groups)
 
     @torch.no_grad()
-    def _view(self, flat: torch.Tensor, layout: OwnedLayout, param: Any) -> torch.nn.Parameter:
+    def _view(self, flat: torch.Tensor, layout: OwnedLayout, param: nn.Parameter) -> nn.Parameter:
         begin = layout.own_offsets[param]
-        view = torch.nn.Parameter(flat.data[begin : begin + param.numel()].view(param.shape))
+        view = nn.Parameter(flat.data[begin : begin + param.numel()].view(param.shape))
         view.data.copy_(param)
         return view
 
@@ -166,7 +168,7 @@ class OwnedStepper(WholeStepper):
         if index == len(self._optimizer.param_groups) - 1:
             zero.step_torch_optimizer(self._zero)
 
-    def owner(self, param: Any) -> tuple[int, Any]:
+    def owner(self, param: nn.Parameter) -> tuple[int, Any]:
         layout = next(layout for layout in self._layouts if param in layout.owners)
         return layout.owners[param], layout.process_group
 
@@ -192,12 +194,12 @@ class OwnedStepper(WholeStepper):
 class StatesByName:
     """The checkpoint format of one optimizer: master weights in DeepSpeed's layout, and states by name, each whole."""
 
-    def __init__(self, engine: Any, stepper: WholeStepper, names: Mapping[Any, str]) -> None:
+    def __init__(self, engine: DeepSpeedEngine, stepper: WholeStepper, names: Mapping[nn.Parameter, str]) -> None:
         self._stepper, self._names = stepper, names
         self._group = zero.data_parallel_group(engine.optimizer)
 
     @staticmethod
-    def check_options(engine: Any) -> None:
+    def check_options(engine: DeepSpeedEngine) -> None:
         """Raise ``ValueError`` if the configuration of ``engine`` does not fit an optimizer of whole parameters."""
         name = type(zero.stepping_optimizer(engine)).__name__
         if zero.offloads(engine.optimizer):

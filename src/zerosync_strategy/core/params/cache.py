@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import Record, claim, drop, reshard, settle, sort_out
-from zerosync_strategy.core.engine.parameter_states import PHASE, SHARDED, STEPS
-from zerosync_strategy.core.engine.storage import divide_anew
+from zerosync_strategy.core.engine.parameter import PHASE, SHARDED, STEPS, UNSHARDED, WINDOW, Record, settle
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.torch_internals import internal
+from zerosync_strategy.core.engine.transitions import claim, divide_anew, drop, reshard, sort_out
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.issuing import ParameterGather, arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -88,7 +87,7 @@ class ParameterCache:
             run.issued = False
         for unit in self._units:
             unit.pending = True
-        if self.plan.count_window():
+        if self.plan.counts and self.plan.count_window():
             self._hold_units()
         self.plan.reset_counts()
 
@@ -156,7 +155,7 @@ class ParameterCache:
 
     def use(self, unit: Unit, model_runs: bool) -> None:
         """Unshard ``unit``, which is held, for its forward. ``model_runs``: a forward of the whole model is running."""
-        if unit.pending or not zero3.all_gathered(unit.params):
+        if unit.pending or zero3.least_status(unit.params) != UNSHARDED:
             self._unshard(unit, model_runs)
             if unit.pending:
                 for record in unit.records:
@@ -164,7 +163,7 @@ class ParameterCache:
 
     def used(self, unit: Unit) -> None:
         """Unshard ``unit`` again if its forward has resharded some of it, because the backward needs it."""
-        if not zero3.all_gathered(unit.params):
+        if zero3.least_status(unit.params) != UNSHARDED:
             self._unshard(unit, False)
         if unit.pending:
             settle(unit.records)
@@ -175,7 +174,7 @@ class ParameterCache:
         if self.plan.holds_all:
             self._issue_all()
         runs = [] if self.infers else unit.held or []
-        is_sharded = zero3.least_available(unit.params) == SHARDED
+        is_sharded = zero3.least_status(unit.params) == SHARDED
         turn = {run.place: run for run in runs if is_sharded or not run.issued}
         if model_runs and not self.plan.holds_all:
             for run in runs:
@@ -215,10 +214,10 @@ class ParameterCache:
 
     def backward_begins(self) -> None:
         """Unshard what the forwards of this window have used, if something has resharded it since."""
-        held = [record.param for record in self.plan.held()]
-        if zero3.all_gathered(held) or not any(zero3.is_released(p) and not zero3.is_persistent(p) for p in held):
+        held = [record for record in self.plan.records if record.bits & WINDOW]
+        if not any(not zero3.is_persistent(param) for param in zero3.released([record.param for record in held])):
             return
-        records = [record for record in self.plan.held() if record in self._run_of]
+        records = [record for record in held if record in self._run_of]
         self._issue([self._runs[place] for place in sorted({self._run_of[record].place for record in records})])
         arrived(records)
 
@@ -243,7 +242,7 @@ class ParameterCache:
 
     def release_constants(self) -> None:
         """Reshard what steps have left unsharded, because shards are about to be read or written."""
-        records = self.plan.held(STEPS)
+        records = [record for record in self.plan.records if record.bits & STEPS]
         self._release([record for record in records if not zero3.is_persistent(record.param)])
         drop(records, STEPS)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.engine.parameter import Record, claim, drop
-from zerosync_strategy.core.engine.parameter_states import STEPS, WINDOW
+from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Record
+from zerosync_strategy.core.engine.transitions import claim, drop
 from zerosync_strategy.core.params.copies import fitting
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
@@ -45,7 +46,6 @@ class HoldPlan:
         self._copies, self._is_plain, self._is_constant = scheduler.copies, scheduler.is_plain, is_constant
         self._gathers: Counter[Record] = Counter()
         self._counted_windows = 0
-        self._constants: list[Record] | None = None
         self._crossed: set[Record] = set()  # left unsharded by the last step but one
         self._persisting: set[Record] = set()  # persistent constants that a step has gathered
         self.held_bytes = self.peak_bytes = 0
@@ -62,15 +62,14 @@ class HoldPlan:
         """Bytes of all parameters that can be held."""
         return sum(zero3.full_bytes(record.param) for record in self.records if not zero3.is_persistent(record.param))
 
+    @cached_property
     def constants(self) -> list[Record]:
-        """Return the parameters that no optimizer step changes."""
-        if self._constants is None:
-            self._constants = [record for record in self.records if self._is_constant(record.param)]
-        return self._constants
+        """The parameters that no optimizer step changes."""
+        return [record for record in self.records if self._is_constant(record.param)]
 
     def forget_constants(self) -> None:
         """Find the constants anew: another engine may train parameters that the others do not."""
-        self._constants = None
+        vars(self).pop("constants", None)
 
     # ---- the choice ----------------------------------------------------------------------------------------------
 
@@ -80,8 +79,7 @@ class HoldPlan:
 
     def count_window(self) -> bool:
         """After an optimizer step that ends a counted window, choose what to hold; return whether this was done."""
-        self.peak_bytes = self.held_bytes
-        if not (self.counts and self._gathers):
+        if not self._gathers:
             return False
         self._counted_windows += 1
         if self.automatic:
@@ -98,7 +96,7 @@ class HoldPlan:
             self._choose(budget)
         else:
             for copies in self._copies:
-                copies.choose(set(), [record.param for record in self.constants()])
+                copies.choose(set(), [record.param for record in self.constants])
 
     @property
     def chosen_in_shards(self) -> int:
@@ -117,7 +115,7 @@ class HoldPlan:
 
     def _saving(self) -> list[Any]:
         """Return the parameters that are gathered more than once per window, in falling order of what they save."""
-        constants = set(self.constants())
+        constants = set(self.constants)
         # The order must be the same on all ranks; ids are.
         by_saving = sorted(
             (
@@ -134,7 +132,7 @@ class HoldPlan:
         for record in held:
             record.hold = True
         others = [param for param in saving if not param._zerosync_record.hold and self._is_plain(param)]
-        constants = set(self.constants())
+        constants = set(self.constants)
         leaving = [record.param for record in held if record in constants]
         for copies in reversed(self._copies):  # node shards before the host's memory, which takes the rest
             chosen = set(fitting(filter(copies.may_have, others), copies.limit, copies.bytes_of))
@@ -174,22 +172,20 @@ class HoldPlan:
                 self.held_bytes -= record.nbytes
         drop(held, WINDOW | STEPS)
 
-    def held(self, claims: int = WINDOW) -> list[Record]:
-        return [record for record in self.records if record.bits & claims]
-
     def before_step(self) -> list[Record]:
         """Claim and return the unsharded parameters that the next step does not change, and so leaves unsharded."""
-        crossed = self.held(STEPS)
-        stay = [record for record in zero3.gathered(self.constants()) if record.stays]
+        crossed = [record for record in self.records if record.bits & STEPS]
+        stay = [record for record in zero3.gathered(self.constants) if record.stays]
         self._crossed = set(crossed)
         drop(crossed, STEPS)
         claim(stay, STEPS)
         return stay
 
     def reset_counts(self) -> None:
+        self.peak_bytes = self.held_bytes
         for copies in self._copies:
             copies.reset_counts()
-        gathered = zero3.gathered(self.constants())
+        gathered = zero3.gathered(self.constants)
         self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
 
     def needed(self, sizes: Mapping[Any, Sent]) -> Sent:

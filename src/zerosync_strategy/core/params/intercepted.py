@@ -35,8 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zerosync_strategy.core.engine import compilation, patches, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
 from zerosync_strategy.core.failures import misused_gradients
-from zerosync_strategy.core.params.state_entries import Copied, StateEntry
-from zerosync_strategy.core.params.tensor_functions import (
+from zerosync_strategy.core.params.state_entries import (
     CONVERSIONS,
     GET_DATA,
     OF_A_LEAF,
@@ -44,6 +43,8 @@ from zerosync_strategy.core.params.tensor_functions import (
     OF_THE_SHAPE,
     REQUIRE_GRADIENT,
     SET_DATA,
+    Copied,
+    StateEntry,
 )  # fmt: skip
 from zerosync_strategy.core.params.values import REMEDY, Memory, ParameterValues
 

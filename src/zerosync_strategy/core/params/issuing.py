@@ -17,13 +17,13 @@ from zerosync_strategy.core.comm.journal import SentCounter, phase
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.interpose import replaced
-from zerosync_strategy.core.engine.parameter import Record, arrive, settle
-from zerosync_strategy.core.engine.storage import memory_of
+from zerosync_strategy.core.engine.parameter import Record, settle
+from zerosync_strategy.core.engine.patches import replaced
+from zerosync_strategy.core.engine.transitions import arrive, memory_of
 from zerosync_strategy.core.failures.agreement import BegunCollectives, GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
-from zerosync_strategy.core.params.gather_groups import GatherGroup
+from zerosync_strategy.core.params.shard_groups import GatherGroup
 
 _NOWHERE = nullcontext()
 
@@ -156,7 +156,8 @@ class Issuing:
             by = gathering.gathering_by(own)
         with by, zero3.as_it_is(), phase("gather", params[0]._zerosync_record.name):
             yield tag
-        self.issued(group, activity, noted)
+        if group.is_nccl and not noted:
+            self.note_launch(group.process_group, activity)
 
     def memory_of(
         self, group: GatherGroup, records: Sequence[Record], gathered: Sequence[Record] = ()
@@ -183,12 +184,9 @@ class Issuing:
                 begun.add(group.process_group)
         return digest.add(ids, digested)
 
-    def issued(
-        self, group: GatherGroup, activity: GatherActivity, noted: bool = False, communicator: Any = None
-    ) -> None:  # fmt: skip
-        """Note the gather that has just been issued."""
-        if group.is_nccl and not noted:
-            note_launch(communicator or group.process_group, self._device, activity)
+    def note_launch(self, communicator: dist.ProcessGroup, activity: GatherActivity) -> None:
+        """Note the gather that has just been issued on NCCL, for errors."""
+        note_launch(communicator, self._device, activity)
 
     def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> GatherActivity:
         """Return the activity of a rank that gathers ``params``; its text is made only for an error."""

@@ -24,8 +24,8 @@ from zerosync_strategy.core.engine.torch_internals import for_training
 from zerosync_strategy.core.engine.zero import in_runs
 from zerosync_strategy.core.failures.rank_state import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
-from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived
+from zerosync_strategy.core.params.shard_groups import GatherGroup
 from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
 from zerosync_strategy.core.params.unit_order import UnitOrder
 from zerosync_strategy.core.params.units import Unit
@@ -70,8 +70,9 @@ class GatherScheduler:
         ]
         self._turns: dict[tuple[int, ...], list[Part]] = {}
         self._parts: dict[tuple[int, ...], list[Part]] = {}  # of contexts, and of the end of a step
-        self._has_empty = any(zero3.full_numel(record.param) == 0 for record in self.records)
-        self.shards_written()  # when they were built
+        has_empty = any(zero3.full_numel(record.param) == 0 for record in self.records)
+        self._released = gathering.released_after_empty if has_empty else zero3.released
+        streams.record_write()  # when they were built
         self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Iterable[Any]], None] | None = None
@@ -99,15 +100,6 @@ class GatherScheduler:
         for digest in self._digests:
             digest.check(self.issuing.names)
 
-    def compare_aborted(self) -> None:
-        """Before a forward sends anything, check that nothing of an aborted window can match it (W3)."""
-        for begun in self.issuing.begun:
-            begun.compare_aborted()
-
-    def shards_written(self) -> None:
-        """Record that the current stream may write shards, or has; the next gather waits for it (S1)."""
-        self.streams.record_write()
-
     def backward_comes(self, unit: Unit) -> None:
         """Report that a backward reaches a call of ``unit``, before it gathers."""
         behind = self.order.comes_to(unit)
@@ -119,7 +111,7 @@ class GatherScheduler:
 
         Copies of it are then renewed, because ranks do not tell each other that they are invalid.
         """
-        self.shards_written()
+        self.streams.record_write()
         for copies in self.copies:
             if copies.get(param) is not None:
                 self.streams.gathers_wait_for_writes(self._gather_streams)
@@ -150,11 +142,6 @@ class GatherScheduler:
             else:
                 self._shards.issue(part, issued)
         return issued
-
-    def _released(self, params: Iterable[Any]) -> list[Any]:
-        """Return the sharded parameters among ``params``, but those without elements, which it gathers."""
-        released = zero3.released(params)
-        return [param for param in released if not gathering.gather_empty(param)] if self._has_empty else released
 
     def _turn(self, params: Sequence[Any]) -> list[Part]:
         """Return ``params`` by process group, in the order of gathers. Cached, because units are gathered often."""

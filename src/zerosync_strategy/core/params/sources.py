@@ -14,12 +14,13 @@ import torch
 
 from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.engine import gathering, zero3
-from zerosync_strategy.core.engine.parameter import arrive, record_of, settle, unshard
+from zerosync_strategy.core.engine.parameter import record_of, settle
+from zerosync_strategy.core.engine.transitions import arrive, unshard
 from zerosync_strategy.core.failures.agreement import GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity
 from zerosync_strategy.core.params.copies import gather_node_shards
-from zerosync_strategy.core.params.gather_groups import GatherGroup
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, tagged_all_gather
+from zerosync_strategy.core.params.shard_groups import GatherGroup
 
 _Sent = Iterator[tuple[gathering.Arrival, GatherActivity]]  # each message, with its activity
 _Messages = list[tuple[gathering.Message, Activity]]
@@ -142,48 +143,44 @@ class AllShards(Source):
 
     def _send(self, part: Part, reads: bool) -> _Sent:
         assert reads and part.messages is not None
-        all_gather = self._opened(part)
+        tag = self._issuing.begin(part.group, part.activity.ids, part.digested)
+        all_gather = self._tagged(part.group, tag) if part.group.is_tagged else self._all_gather
         with phase("gather", part.name):
             for message, activity in part.messages:
                 yield message.send(all_gather, message.new_rows()), activity.what
-        self._issuing.issued(part.group, part.activity, communicator=part.group.communicator)
+        if part.group.is_nccl:
+            self._issuing.note_launch(part.group.communicator, part.activity)
 
-    def _opened(self, part: Part) -> gathering.AllGather:
-        """Return what gathers the messages of ``part``, which are sent next."""
-        tag = self._issuing.begin(part.group, part.activity.ids, part.digested)
-        if not part.group.is_tagged:
-            return self._all_gather
-        return gathering.one_by_one(tagged_all_gather(part.group, self._issuing.count.counter, tag))
+    def _tagged(self, group: GatherGroup, tag: int) -> gathering.AllGather:
+        """Return an all-gather that matches only gathers with the same ``tag``."""
+        return gathering.one_by_one(tagged_all_gather(group, self._issuing.count.counter, tag))
 
     def issue(self, part: Part, issued: list[ParameterGather]) -> None:
         if part.messages is None:
             self._issue_by_deepspeed(part, issued)
-        elif torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            with phase("gather", part.name):
-                self._issue(part, part.messages, issued)
-        else:
-            self._issue(part, part.messages, issued)
-
-    def _issue(self, part: Part, messages: _Messages, issued: list[ParameterGather]) -> None:
+            return
         group, issuing = part.group, self._issuing
-        all_gather = self._opened(part)
-        for message, activity in messages:
-            records, packed, land = message.records, message.packed, None
-            rows = issuing.memory_of(group, records[: message.placed], records) if message.placed else []
-            if group.stream is None:
-                received, wait = message.begin(all_gather, rows)
-            else:
-                with issuing.on(group):
+        tag = issuing.begin(group, part.activity.ids, part.digested)
+        all_gather = self._tagged(group, tag) if group.is_tagged else self._all_gather
+        with phase("gather", part.name):
+            for message, activity in part.messages:
+                records, packed, land = message.records, message.packed, None
+                rows = issuing.memory_of(group, records[: message.placed], records) if message.placed else []
+                if group.stream is None:
                     received, wait = message.begin(all_gather, rows)
-            if packed or issuing.node_shards is not None:
-                arrival = message.arrival(rows, received, wait)
-                if issuing.node_shards is not None:
-                    wait = partial(issuing.node_shards.keep, arrival)
-                if packed:
-                    land = arrival.land
-            unshard(records)
-            issued += (ParameterGather(issuing, group, records, activity, wait, land, packed),)
-        issuing.issued(group, part.activity, communicator=group.communicator)
+                else:
+                    with issuing.on(group):
+                        received, wait = message.begin(all_gather, rows)
+                if packed or issuing.node_shards is not None:
+                    arrival = message.arrival(rows, received, wait)
+                    if issuing.node_shards is not None:
+                        wait = partial(issuing.node_shards.keep, arrival)
+                    if packed:
+                        land = arrival.land
+                unshard(records)
+                issued += (ParameterGather(issuing, group, records, activity, wait, land, packed),)
+        if group.is_nccl:
+            issuing.note_launch(group.communicator, part.activity)
 
     def _issue_by_deepspeed(self, part: Part, issued: list[ParameterGather]) -> None:
         group, issuing = part.group, self._issuing

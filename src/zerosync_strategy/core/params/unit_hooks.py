@@ -6,7 +6,7 @@ when                           what happens to a unit
 its forward begins             it is gathered, if it is sharded; the next units are gathered ahead
 its forward ends               it is resharded, but not in a backward, which is about to reach the recomputed call
 a backward reaches a call      when the backward reaches one of its outputs, or what hooks on saved tensors see first
-                               (``saved_tensors.py``), it is gathered, and the next ahead; units whose calls began
+                               (``engine/hooks.py``), it is gathered, and the next ahead; units whose calls began
                                after this call had ended are resharded: the backward has left them
 the backward ends              the remaining units are resharded
 =============================  =======================================================================================
@@ -35,10 +35,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
-from zerosync_strategy.core.engine.parameter import Record, claim_for_unit, drop, drop_for_unit, settle
-from zerosync_strategy.core.engine.parameter_states import MODULE, SHARDED, UNSHARDED
-from zerosync_strategy.core.engine.saved_tensors import SavedTensorHooks, hookable, hooked, nodes_made
+from zerosync_strategy.core.engine.hooks import SavedTensorHooks, hookable, hooked, nodes_made
+from zerosync_strategy.core.engine.parameter import MODULE, SHARDED, UNSHARDED, Record, settle
 from zerosync_strategy.core.engine.torch_internals import internal
+from zerosync_strategy.core.engine.transitions import claim_for_unit, drop, drop_for_unit
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
@@ -135,10 +135,12 @@ class UnitHooks:
         is_recomputed = torch._C._current_graph_task_id() != -1
         is_outermost = not (self._calls or is_recomputed)  # the model, or a part that is called directly
         if is_outermost:
-            self._scheduler.compare_aborted()
+            for begun in self._scheduler.issuing.begun:  # before this forward sends what it could match (W3)
+                begun.compare_aborted()
             if self._tasks:  # left by backwards that have raised
                 self._leave_tasks()
-            self.saved_tensors.forward_begins()
+            if self.saved_tensors.is_used:
+                self.saved_tensors.forward_begins()
         self._count += 1
         self._calls.append(call := Call(unit, self._count))
         if not (is_recomputed or self._cache.plan.holds_all):
@@ -164,12 +166,13 @@ class UnitHooks:
         if unit.held is not None or self._cache.infers:
             self._cache.used(unit)
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
-                for leaf in _leaves(output):
+                for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                         hookable(leaf).register_hook(partial(self._backward_passes, unit))
         elif unit.params:
             has_graph = torch.is_grad_enabled()
-            expects = self._expect_uses(call, _leaves(output), task, has_graph)
+            leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+            expects = self._expect_uses(call, leaves, task, has_graph)
             if task == -1:
                 again, end = self._forwards.distances(unit)
                 if again < self._reuse_numel or (expects and 2 * end < self._reuse_numel):
@@ -236,7 +239,7 @@ class UnitHooks:
         unit, number, ended = call.unit, call.number, call.ended or 0
         task = torch._C._current_graph_task_id()
         entered = self._tasks.get(task, _NONE)
-        if entered.get(unit) == number and zero3.all_gathered(unit.params):
+        if entered.get(unit) == number and zero3.least_status(unit.params) == UNSHARDED:
             return  # at another output of the same call
         self._scheduler.backward_comes(unit)
         for left in [each for each in entered if ended < entered[each] < END and each is not unit]:
@@ -296,9 +299,11 @@ class UnitHooks:
         if unit in self._expected:
             del self._expected[unit]
             unit.claims -= {REUSE}
-        if (status := zero3.least_available(unit.params)) != UNSHARDED:
+        if (status := zero3.least_status(unit.params)) != UNSHARDED:
             if status == SHARDED:
-                self._issue(unit.params)
+                if self._cache.plan.counts:
+                    self._cache.plan.count(unit.params)
+                self._scheduler.issue(unit.params)
             arrived(unit.records)
         if self._has_streams:
             self._scheduler.join(unit.records)
@@ -315,21 +320,18 @@ class UnitHooks:
         for following, is_half in passes.ahead:
             if following.held is not None:  # since that pass
                 continue
-            if zero3.least_available(following.params) == SHARDED:
+            if zero3.least_status(following.params) == SHARDED:
                 missing += (following,)
                 self._expected[following] = passes.stay
             elif is_half and not missing:
                 return
-        if missing and missing[0] is passes.ahead[0][0]:
-            self._issue(missing[0].params)
-            del missing[0]
-        if missing:
-            self._issue([param for each in missing for param in each.params])
-
-    def _issue(self, params: list[Any]) -> None:
-        if self._cache.plan.counts:
-            self._cache.plan.count(params)
-        self._scheduler.issue(params)
+        alone = 1 if missing and missing[0] is passes.ahead[0][0] else 0
+        for units in (missing[:alone], missing[alone:]):
+            if units:
+                params = [param for unit in units for param in unit.params]
+                if self._cache.plan.counts:
+                    self._cache.plan.count(params)
+                self._scheduler.issue(params)
 
     def _over(self, of: Passes) -> None:
         """End a forward of the model, or a backward, and reshard the units that were expected in it but not called."""
@@ -347,12 +349,9 @@ class UnitHooks:
         if unit in self._expected:
             settle(free)  # at rest: readers treat it as sharded
         else:
-            self._reshard(free)
-
-    def _reshard(self, records: list[Record]) -> None:
-        if self._has_streams:
-            self._scheduler.join(records)  # on any stream
-        self._cache.reshard(records)
+            if self._has_streams:
+                self._scheduler.join(free)  # on any stream
+            self._cache.reshard(free)
 
     def _leave_tasks(self) -> None:
         for task, entered in list(self._tasks.items()):
@@ -374,7 +373,9 @@ class UnitHooks:
         self._expected = {}
         if left:
             drop(left, MODULE)
-            self._reshard([*left])
+            if self._has_streams:
+                self._scheduler.join(left)
+            self._cache.reshard([*left])
         count = self._backwards.count
         if count > self._opened:
             self._opened, self._closes = count, 2 * count - self._opened
@@ -389,10 +390,6 @@ class UnitHooks:
 def in_backward() -> bool:
     """Return whether this thread is in a backward."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _leaves(output: Any) -> list[Any]:
-    return [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
 
 
 def _hides(leaves: Iterable[Any]) -> bool:

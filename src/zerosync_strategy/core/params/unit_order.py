@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.params.units import Unit
 
 END = 2**62
@@ -120,12 +120,14 @@ class Pass:
 
     What is asked at each call is found once and kept, since a pass comes again and again.
 
-    ``start``: the distance from the start to the first call of each.
+    Attributes:
+        start: the distance from the start to the first call of each.
+        next: the passes that followed, by the pass before; latest last.
     """
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
-        self._next: dict[Pass | None, Pass] = {}  # the passes that followed, by the pass before; latest last
+        self.next: dict[Pass | None, Pass] = {}
         self._before = [0, *itertools.accumulate(unit.numel for unit in units)]  # elements before each place
         self._last = {unit: place for place, unit in enumerate(units)}
         self.start = {unit: self._before[place] for place, unit in reversed([*enumerate(units)])}
@@ -157,16 +159,9 @@ class Pass:
         self.ahead[place] = found
         return found
 
-    def followed(self, by: Pass, before: Pass | None) -> None:
-        """Record that ``by`` followed this pass, and that ``before`` preceded it."""
-        self._next.pop(before, None)
-        self._next[before] = by
-        if len(self._next) > REMEMBERED:
-            del self._next[next(iter(self._next))]
-
     def following(self, before: Pass | None) -> Pass | None:
         """Return the pass expected to follow; ``None`` if none has followed yet."""
-        return self._next.get(before) or next(reversed(self._next.values()), None)
+        return self.next.get(before) or next(reversed(self.next.values()), None)
 
 
 class Passes:
@@ -247,8 +242,12 @@ class Passes:
         self.stay = Stay(self, self.count + 1)
         this = next((known for known in self._known if known.units == self._now), None) or Pass(self._now)
         if self._known:
-            self._known[0].followed(this, self._before)
-            self._before = self._known[0]
+            last = self._known[0]
+            last.next.pop(self._before, None)
+            last.next[self._before] = this
+            if len(last.next) > REMEMBERED:
+                del last.next[next(iter(last.next))]
+            self._before = last
         self._known = [this, *(known for known in self._known if known is not this)][:REMEMBERED]
         self._following = this.following(self._before) or this
         self._expected, self._now, self._place, self.ahead = None, [], 0, []

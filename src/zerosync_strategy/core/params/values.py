@@ -65,7 +65,8 @@ class ParameterValues:
 
     def written(self, by_step: bool) -> None:
         self._steps += by_step
-        self._hooks.saved_tensors.stepped(self._steps)
+        if self._hooks.saved_tensors.is_used:
+            self._hooks.saved_tensors.stepped(self._steps)
         for record in self._in_shards:
             record.in_shards = False
         self._in_shards = ()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerosync_strategy.core.attaching import attach
-from zerosync_strategy.core.engine.cpu import prepare_cpu
+from zerosync_strategy.core.engine.compat import prepare_cpu
 from zerosync_strategy.core.handle import ZeroSync
 
 MEASURED = "doctor measured "

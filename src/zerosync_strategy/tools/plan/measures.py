@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from zerosync_strategy.core.comm.collectives import is_native
 from zerosync_strategy.core.comm.journal import SentCounter
-from zerosync_strategy.core.engine.interpose import replaced
+from zerosync_strategy.core.engine.patches import replaced
 
 NODE_SHARDS = "node shards"
 KINDS = ("parameters", "gradients", "optimizer", "gathered", NODE_SHARDS, "buckets", "activations")

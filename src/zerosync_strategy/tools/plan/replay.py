@@ -26,8 +26,8 @@ from zerosync_strategy.core.comm import nodes
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.engine import contract, torch_internals, zero
-from zerosync_strategy.core.engine.cpu import prepare_cpu
-from zerosync_strategy.core.engine.inspection import resident
+from zerosync_strategy.core.engine.compat import prepare_cpu
+from zerosync_strategy.core.engine.engine_state import resident
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import kind_of
 from zerosync_strategy.core.options import BLOCK

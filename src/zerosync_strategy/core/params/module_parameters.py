@@ -1,22 +1,27 @@
-"""What gathers, holds and reads the ZeRO-3 parameters of one module. All engines of that module share it."""
+"""The ZeRO-3 parameters of one module: what gathers, holds and reads them, and full parameters in place (N1)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel
 
 from zerosync_strategy.core.comm.nodes import Messages, Topology
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.core.engine import stock_hooks
-from zerosync_strategy.core.engine.parameter import Record
+from zerosync_strategy.core.engine import hooks, patches, zero, zero3
+from zerosync_strategy.core.engine.parameter import CONTEXT, Record
 from zerosync_strategy.core.engine.several import first_of
+from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
-from zerosync_strategy.core.params.gather_groups import gather_groups
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.intercepted import class_at_rest, read_in_transforms
 from zerosync_strategy.core.params.scheduler import GatherScheduler
+from zerosync_strategy.core.params.shard_groups import gather_groups
 from zerosync_strategy.core.params.unit_hooks import UnitHooks
 from zerosync_strategy.core.params.units import Units
 from zerosync_strategy.core.params.unshard_on_read import UnshardOnRead
@@ -53,7 +58,7 @@ class ModuleParameters:
         budget, automatic = config.parameters.device, config.parameters.automatic
         plan = HoldPlan(self.scheduler, budget, automatic, is_constant)
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
-        stock_hooks.remove(engine)
+        hooks.remove(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
         self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest, config.eager_frames)
         read_in_transforms()
@@ -100,11 +105,11 @@ class ModuleParameters:
         self.cache.detach()
         del self._engine._zerosync_parameters
         self.scheduler.detach()
-        stock_hooks.make_anew(self._engine)
+        hooks.make_anew(self._engine)
 
     def forward_begins(self) -> None:
-        if stock_hooks.made_again(self._engine):
-            stock_hooks.remove(self._engine)
+        if hooks.made_again(self._engine):
+            hooks.remove(self._engine)
         if self.unshard_on_read is not None:
             self.unshard_on_read.forward_begins()
 
@@ -123,11 +128,11 @@ class ModuleParameters:
 
     def written(self, by_step: bool) -> None:
         """Record that an optimizer step or a checkpoint has written the shards, on the current stream."""
-        unchanged = set(self.cache.plan.constants()) if by_step else set()
+        unchanged = set(self.cache.plan.constants) if by_step else set()
         for record in self.scheduler.records:
             record.writes += record not in unchanged
         self.times_written += 1
-        self.scheduler.shards_written()
+        self.scheduler.streams.record_write()
         self.values.written(by_step)
 
 
@@ -141,3 +146,76 @@ def _require_ungathered(engine: Any) -> None:
                 " optimizers under Lightning, whose engines share. Where the other engine is done, as that of an"
                 " earlier Trainer, call its destroy() first (of a Trainer: trainer.model_wrapped.destroy())."
             )
+
+
+# ---- full parameters: to read and write ------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
+    """While active, ``parameters`` (by default all) are full, and what is written to them is kept. Collective.
+
+    Those that a context around this one has gathered are its: it writes them back.
+    """
+    if zero.stage(engine) != 3:
+        yield
+        return
+    params = engine.module.parameters() if parameters is None else parameters
+    with _gathered([param for param in params if not _is_in_context(param)], modifier_rank=0):
+        yield
+
+
+def _is_in_context(param: Any) -> bool:
+    record = getattr(param, "_zerosync_record", None)
+    return record is not None and bool(record.bits & CONTEXT)
+
+
+def _gathered(params: list[Any], modifier_rank: int | None = None) -> AbstractContextManager[None]:
+    from deepspeed import zero as deepspeed_zero
+
+    gathered: AbstractContextManager[None] = deepspeed_zero.GatheredParameters(params, modifier_rank=modifier_rank)
+    return gathered
+
+
+# ---- averages ----------------------------------------------------------------------------------------------------
+
+
+def let_average() -> None:
+    """Make ``AveragedModel.update_parameters`` in this process gather sharded parameters. It is then collective.
+
+    For a model without sharded parameters, it does not change.
+    """
+    patches.wrap(patches.MAKE_AVERAGE, _init)
+    patches.wrap(patches.UPDATE_AVERAGE, _update_parameters)
+
+
+def _init(
+    stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    if problem := copy_problem(model):
+        raise ValueError(f"AveragedModel() {problem}")
+    stock(average, model, *args, **kwargs)
+
+
+def _update_parameters(stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module) -> None:
+    if not any(map(zero3.is_sharded, model.parameters())):
+        return stock(average, model)
+    activity = rank_status().activity("AveragedModel.update_parameters()", lambda: "between two steps")
+    with activity, readable(model.parameters()):
+        stock(average, model)
+
+
+def copy_problem(model: torch.nn.Module) -> str:
+    """Return why ``model`` cannot be copied to average it, as the predicate of a sentence; empty if it can."""
+    if not any(map(zero3.is_sharded, model.parameters())):
+        return ""
+    return (
+        f"found a {type(model).__name__} whose parameters ZeRO-3 has sharded, so that a copy would have none. Average a"
+        " copy that is made before the engine is built: before deepspeed.initialize() or accelerator.prepare(), and in"
+        " Lightning with a new module for each fit()."
+    )
+
+
+def readable(parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+    """While active, ``parameters`` are full; those that a caller has gathered stay gathered. Collective."""
+    return _gathered([param for param in parameters if not zero3.is_gathered(param)])
