@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.attached.budgets import automatic_budgets, bounded, check_limit
 from zerosync_strategy.core.attached.flat import FlatStage
@@ -44,6 +45,7 @@ from zerosync_strategy.core.comm.nodes import Topology, messages_of
 from zerosync_strategy.core.engine import compilation, engine_state, param_functions, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model, leave_out_ranges
 from zerosync_strategy.core.engine.patches import interpose, replaced, restore
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.misused_gradients import LocalChanges
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
@@ -82,7 +84,7 @@ class AttachedEngine:
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
 
-    def __init__(self, engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
+    def __init__(self, engine: DeepSpeedEngine, config: ZeroSyncConfig, whole: bool) -> None:
         # 1. What may raise on all ranks, before anything is changed.
         _check_options(engine, config, whole)
         reports = PrintedReports(config.report_every, config.report_file)
@@ -326,7 +328,7 @@ class AttachedEngine:
         return f"{self.meter.steps} optimizer step(s) done, {self.parts.window.backwards} backward(s) since"
 
 
-def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
+def _check_options(engine: DeepSpeedEngine, config: ZeroSyncConfig, whole: bool) -> None:
     """Raise ``ValueError`` if options and engine do not fit."""
     if whole:
         StatesByName.check_options(engine)
@@ -337,7 +339,7 @@ def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
     check_backends(zero.process_groups(engine), engine.device)
 
 
-def why_not_by_name(engine: Any) -> str:
+def why_not_by_name(engine: DeepSpeedEngine) -> str:
     """Return what of ``engine`` a checkpoint that any number of ranks reads cannot hold; empty if it can all."""
     why = engine_state.why_not_distributed(engine)
     if not why and any(dist.get_world_size(group) != dist.get_world_size() for group in zero.process_groups(engine)):
@@ -348,7 +350,7 @@ def why_not_by_name(engine: Any) -> str:
     return why
 
 
-def check_distributed(engine: Any) -> None:
+def check_distributed(engine: DeepSpeedEngine) -> None:
     """Raise ``ValueError`` if a distributed checkpoint cannot hold what ``engine`` has."""
     if why := why_not_by_name(engine):
         raise ValueError(
@@ -356,7 +358,7 @@ def check_distributed(engine: Any) -> None:
         )
 
 
-def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
+def check_backends(process_groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """Raise if a backend cannot send point to point from ``device``: gloo would read a device address as the host's."""
     for group in process_groups:
         if device.type != "cpu" and dist.get_world_size(group) > 1 and not is_native(group, device):
@@ -367,7 +369,7 @@ def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
             )
 
 
-def _patch_process(engine: Any) -> None:
+def _patch_process(engine: DeepSpeedEngine) -> None:
     """Install the patches of the process, until the last engine is detached (C2)."""
     patches.add_user(engine)
     zero.use_current_names()
@@ -378,7 +380,7 @@ def _patch_process(engine: Any) -> None:
         let_average()
 
 
-def _is_constant(param: Any) -> bool:
+def _is_constant(param: nn.Parameter) -> bool:
     return not param.requires_grad and not any(param in attached.guards.trained for attached in AttachedEngine.all)
 
 
@@ -387,6 +389,6 @@ def _restore(target: Any, layer: type) -> None:
     del target._zerosync_attached
 
 
-def _forget_handle(engine: Any) -> None:
+def _forget_handle(engine: DeepSpeedEngine) -> None:
     for owner in (engine, engine.optimizer):
         vars(owner).pop("_zerosync", None)

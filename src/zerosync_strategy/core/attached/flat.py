@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+
+from torch import nn
 
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.engine import zero, zero3, zero12
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.optimizer.edits import WeightPair, restore_flat_parameters
@@ -38,7 +40,7 @@ class FlatStage(Stage):
         self._times_written = 0  # by steps and checkpoints
 
     @staticmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+    def check_options(engine: DeepSpeedEngine, config: ZeroSyncConfig) -> None:
         """Raise ``ValueError`` if an option is for another stage than that of ``engine``."""
         stage = zero.stage(engine)
         if config.parameters.keeps_any:
@@ -109,7 +111,7 @@ class FlatStage(Stage):
         change()
         self.take_masters(())
 
-    def take_masters(self, others: Iterable[Any]) -> None:
+    def take_masters(self, others: Iterable[nn.Parameter]) -> None:
         self.masters.give_changed()
         self._parts.edits.stepped(self._stepped())
 

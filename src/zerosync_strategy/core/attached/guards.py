@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from torch import nn
 
 from zerosync_strategy.core.attached.stage import Parts
 from zerosync_strategy.core.engine import zero
@@ -79,7 +81,7 @@ class Guards:
             " Lightning, a BaseFinetuning callback may freeze them before.)"
         )
 
-    def trains(self, by_all: Iterator[Any]) -> bool:
+    def trains(self, by_all: Iterator[nn.Parameter]) -> bool:
         """Return whether a backward that begins may give a gradient to a parameter of the optimizer.
 
         Raise ``RuntimeError`` if a parameter requires a gradient that is not in ``by_all``, what all engines train.

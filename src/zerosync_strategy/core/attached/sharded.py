@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.comm.nodes import Messages, Topology
@@ -23,6 +23,7 @@ from zerosync_strategy.core.engine.hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import CONTEXT, record_of
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
@@ -65,7 +66,7 @@ class ShardedStage(Stage):
 
     def __init__(
         self, parts: Parts, shards: PerParamShards, whole: bool, messages: Messages, topology: Topology,
-        is_constant: Callable[[Any], bool],
+        is_constant: Callable[[nn.Parameter], bool],
     ) -> None:  # fmt: skip
         engine, config, reducer = parts.engine, parts.config, parts.reducer
         self._parts, self._optimizer = parts, engine.optimizer
@@ -90,7 +91,7 @@ class ShardedStage(Stage):
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(self._optimizer)
 
     @staticmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+    def check_options(engine: DeepSpeedEngine, config: ZeroSyncConfig) -> None:
         """Raise ``ValueError`` if options, configuration and optimizer do not fit."""
         if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
             raise ValueError(
@@ -190,7 +191,7 @@ class ShardedStage(Stage):
         change()
         self.take_masters(())
 
-    def take_masters(self, others: Iterable[Any]) -> None:
+    def take_masters(self, others: Iterable[nn.Parameter]) -> None:
         zero3_optimizer.take_all_master_weights(self._optimizer)
         zero3_optimizer.shards_written(param for param in others if zero3.is_sharded(param))
         self._parts.edits.stepped(zero3_optimizer.weights(self._optimizer))
@@ -250,7 +251,7 @@ class ShardedStage(Stage):
             self._restore_buffers()
 
 
-def _needs_one_call(engine: Any) -> bool:
+def _needs_one_call(engine: DeepSpeedEngine) -> bool:
     """Return whether one call of the torch optimizer must step all sub-groups, instead of one call each."""
     groups = zero3_optimizer.param_groups(engine.optimizer)
     return len(groups) > 1 and not counts_by_tensor(zero.stepping_optimizer(engine))

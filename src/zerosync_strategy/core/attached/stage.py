@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.checkpoints.background import StagingMemory
 from zerosync_strategy.core.comm.journal import SentCounter
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.optimizer.edits import MasterWeights
@@ -43,9 +44,9 @@ class Parts:
         apart: a context around traffic that is not the step's.
     """
 
-    engine: Any
+    engine: DeepSpeedEngine
     config: ZeroSyncConfig
-    names: dict[Any, str]
+    names: dict[nn.Parameter, str]
     reducer: Reducer
     window: Window
     edits: MasterWeights
@@ -56,7 +57,7 @@ class Parts:
     apart: Section
 
     @property
-    def of_pending(self) -> tuple[Any, Reducer, Window, Section, Section]:
+    def of_pending(self) -> tuple[DeepSpeedEngine, Reducer, Window, Section, Section]:
         """What :class:`PendingGradients` is made of."""
         return self.engine, self.reducer, self.window, self.activity, self.apart
 
@@ -137,7 +138,7 @@ class Stage(ABC):
         """Let ``change`` change the master weights, and give all ranks the resulting parameters. Collective."""
 
     @abstractmethod
-    def take_masters(self, others: Iterable[Any]) -> None:
+    def take_masters(self, others: Iterable[nn.Parameter]) -> None:
         """Give all ranks the parameters of master weights that were loaded. Collective.
 
         ``others``: parameters that the optimizer lacks, of which this rank's part was loaded.

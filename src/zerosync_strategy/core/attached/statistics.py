@@ -9,7 +9,6 @@ left to the program, which may keep something of each rank in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,7 @@ class RunningStatistics:
         """Give all ranks the statistics of the first. Collective."""
         from deepspeed import comm
 
-        by_kind: dict[Any, list[torch.Tensor]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for buffer in (buffer for layer in self._layers for buffer in layer.buffers(recurse=False)):
             by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for (_, device), buffers in by_kind.items():

@@ -48,7 +48,7 @@ class WeightSpec(NamedTuple):
 
 def export(
     weights: Iterable[tuple[str, torch.Tensor]], specs: Sequence[WeightSpec], directory: Path, max_shard_bytes: int,
-    process_group: ProcessGroup, module: Any, dtype: torch.dtype | None,
+    process_group: ProcessGroup, module: torch.nn.Module, dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
     """Write ``weights``, of ``module``, on the first rank of ``process_group``. Collective over all its ranks.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from zerosync_strategy.core.comm.journal import Exchange, SentCounter, Waiting, issue, launched
+from zerosync_strategy.core.comm.journal import Exchange, Message, SentCounter, Waiting, issue, launched
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.types import Work
@@ -313,10 +313,6 @@ def new_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device, is
         replaced(dist.distributed_c10d, "_process_group_name", lambda ranks, use_hashed_name: name),
     ):
         return dist.new_group(list(ranks), timeout_of(like), backend, options, use_local_synchronization=True)
-
-
-Message = tuple[int, Sequence[Tensor], Sequence[Tensor]]
-"""A rank of a process group, what is sent to it, and what is received from it, in order."""
 
 
 def exchange(

@@ -47,6 +47,8 @@ class Traffic:
         return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.between + other.between)
 
 
+Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""A rank of a process group, what is sent to it, and what is received from it, in order."""
 _Call = tuple[str, int, ProcessGroup, int | None]
 """Its kind, the bytes of its payload, its process group, and its only destination, a rank of that."""
 _Calls = defaultdict[_Call, int]
@@ -74,9 +76,7 @@ class SentCounter:
         """Count a collective with a payload of ``nbytes``."""
         self._calls[kind, nbytes, process_group, None] += 1
 
-    def add_messages(
-        self, messages: Iterable[tuple[int, Iterable[torch.Tensor], object]], process_group: ProcessGroup
-    ) -> None:  # fmt: skip
+    def add_messages(self, messages: Iterable[Message], process_group: ProcessGroup) -> None:
         """Count the tensors that are sent to each rank of ``process_group``; those of no elements are not sent."""
         for peer, sent, _ in messages:
             for tensor in sent:
@@ -147,7 +147,7 @@ class Exchange(NamedTuple):
     name: str
     tag: int
     place: int
-    messages: Sequence[tuple[int, Any, Any]]
+    messages: Sequence[Message]
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ def labels_of_launched() -> dict[tuple[str, int], object]:
     return {(group, number): label for group, number, label in list(_launched)}
 
 
-def issue(process_group: ProcessGroup, tag: int, messages: Sequence[tuple[int, Any, Any]]) -> Exchange:
+def issue(process_group: ProcessGroup, tag: int, messages: Sequence[Message]) -> Exchange:
     """Record that this rank has issued an exchange of these messages, for verdicts on who waits in vain."""
     group: Any = dist.group.WORLD if process_group is None else process_group
     name = group.group_name

@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,7 +37,6 @@ from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.comm.collectives import (
     InFlight,
-    Message,
     Summing,
     all_gather,
     digest,
@@ -51,7 +50,7 @@ from zerosync_strategy.core.comm.collectives import (
     sum_messages,
     timeout_of,
 )
-from zerosync_strategy.core.comm.journal import SentCounter, issue
+from zerosync_strategy.core.comm.journal import Message, SentCounter, issue
 from zerosync_strategy.core.engine.types import Work
 from zerosync_strategy.core.options import AUTO
 
@@ -136,7 +135,7 @@ class Topology:
                     " number of ranks on each node; where nodes have different numbers of them, leave it out, and"
                     " exchanges have one level."
                 )
-            self._node_of: Callable[[int], Any] = lambda rank: rank // size
+            self._node_of: Callable[[int], Hashable] = lambda rank: rank // size
             return
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
         found = gather_words([local, *loopback()], process_group)

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.comm.collectives import (
     InFlight,
-    Message,
     Summing,
     exchange,
     grouped,
@@ -29,7 +28,7 @@ from zerosync_strategy.core.comm.collectives import (
     sum_messages,
     tree_sum,
 )
-from zerosync_strategy.core.comm.journal import SentCounter
+from zerosync_strategy.core.comm.journal import Message, SentCounter
 from zerosync_strategy.core.comm.nodes import Nodes
 
 

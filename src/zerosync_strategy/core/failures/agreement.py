@@ -41,6 +41,7 @@ from zerosync_strategy.core.comm.collectives import (
 from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.types import Store
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.failures.errors import CheckpointError, RankError, in_words, is_communication_error
 from zerosync_strategy.core.failures.rank_state import Cause, Departure, Doing
@@ -79,7 +80,7 @@ def model_facts(model: torch.nn.Module) -> dict[str, str]:
     return {f"parameter {name}": _fact(param) for name, param in model.named_parameters()}
 
 
-def _fact(param: Any) -> str:
+def _fact(param: torch.nn.Parameter) -> str:
     # DeepSpeed's prefetching, and so the grouping of gathers, depends on all of these.
     frozen = "" if param.requires_grad else " frozen"
     persistent = " persistent" if zero3.is_persistent(param) else ""
@@ -285,8 +286,8 @@ class BegunCollectives:
     def __init__(self, process_groups: Iterable[ProcessGroup]) -> None:
         self._names = {group: new_name(group) for group in dict.fromkeys(process_groups)}
         self._expected = False  # a rank may have begun some in this window
-        self._begun: Counter[Any] = Counter()  # by process group
-        self._aborted: Counter[Any] | None = None  # counts of an aborted window, until they are compared
+        self._begun: Counter[ProcessGroup] = Counter()  # by process group
+        self._aborted: Counter[ProcessGroup] | None = None  # counts of an aborted window, until they are compared
         self._compared = 0
 
     def expect(self) -> None:
@@ -326,7 +327,7 @@ class BegunCollectives:
 def _require_same(key: str, begun: int, process_group: ProcessGroup) -> None:
     group: Any = process_group or dist.group.WORLD
     size, timeout = dist.get_world_size(group), timeout_of(group).total_seconds()
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store()
     store.add(f"{key}/{begun}", 1)
     arrived = store.add(key, 1)
     if arrived == size:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import record_of
@@ -47,7 +48,7 @@ class ReducedGradient(torch.Tensor):
 _stand_ins: dict[int, torch.Tensor] = {}  # by the id of the parameter, until the next window of some engine
 
 
-def stand_in(param: Any) -> torch.Tensor:
+def stand_in(param: nn.Parameter) -> torch.Tensor:
     """Return what stands for the gradient of ``param``, in its full shape: the same one each time."""
     if id(param) not in _stand_ins:
         with zero3.as_it_is():
@@ -69,12 +70,12 @@ class _Classes(dict[type, type]):
         return shows
 
 
-def _read(param: Any) -> torch.Tensor | None:
+def _read(param: nn.Parameter) -> torch.Tensor | None:
     found: torch.Tensor | None = GET_GRAD(param)
     return stand_in(param) if found is None and param.requires_grad else found
 
 
-def _copy(param: Any, memo: dict[int, Any]) -> Any:
+def _copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     copied = stock_of[type(param)].__deepcopy__(param, memo)  # type: ignore[attr-defined]
     copied.__class__ = stock_of.get(type(copied), type(copied))
     return copied
@@ -95,10 +96,10 @@ class LocalChanges:
         gone: a backward has reduced gradients; to use one that is not on its parameter is an error.
     """
 
-    def __init__(self, params: Iterable[Any], names: Mapping[Any, str]) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
         self._params = list(params)
         self._names = names
-        self._seen: list[tuple[Any, torch.Tensor, int]] = []
+        self._seen: list[tuple[nn.Parameter, torch.Tensor, int]] = []
         self._linked = False  # records of sharded parameters know this object
         self.gone = False
 
@@ -133,7 +134,7 @@ class LocalChanges:
         for param in self._params:
             param.__class__ = stock_of.get(param.__class__, param.__class__)
 
-    def check(self, but: Any = None) -> None:
+    def check(self, but: nn.Parameter | None = None) -> None:
         """Raise if a gradient has changed since :meth:`note`, except that of ``but``. It may be set to ``None``."""
         self.show_all()
         seen, self._seen = self._seen, []
