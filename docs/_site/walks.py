@@ -46,8 +46,8 @@ GRADIENT = (
             "each bucket"),
     Station("comm/streams.py", "Streams.wait_for_reductions", "the caller's stream waits, once (B3)", "the step"),
     Station("gradients/stage12.py", "FlatShards.hand_over", "the optimizer gets the shards", "the step"),
-    Station("gradients/reducer.py", "Reducer.norm", "norm of the shards, for clipping", "the step"),
-    Station("optimizer/stepper.py", "Stepper._parts", "the shard is stepped slice by slice (H3)", "the step"),
+    Station("gradients/shards.py", "Norm.value", "norm of the shards, for clipping", "the step"),
+    Station("optimizer/stepper.py", "Stepper._pieces", "the shard is stepped slice by slice (H3)", "the step"),
     Station("gradients/stage12.py", "StripePlacement.give", "while the next is stepped, a slice is gathered",
             "each bucket"),
 )  # fmt: skip

@@ -71,7 +71,7 @@ class FlatStage(Stage):
             self.states.to_stripes()
         self.adopt_edits()
         if zero.offloads(self._optimizer):
-            self._parts.reducer.norm()  # the host waits for it, and so for its copies of the gradients
+            self._parts.reducer.norm.value()  # the host waits for it, and so for its copies of the gradients
 
     def first_uses(self) -> None:
         """None is gathered in a backward."""

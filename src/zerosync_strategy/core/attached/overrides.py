@@ -173,7 +173,7 @@ class OptimizerOverrides(Stock):
 
     def has_overflow(self, *_: Any, **__: Any) -> bool:
         """Return whether the norm is infinite: no second pass over the gradients, no message, no wait."""
-        return not self._zerosync_attached.parts.reducer.norm().isfinite()
+        return not self._zerosync_attached.parts.reducer.norm.value().isfinite()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Does nothing: unmanaged accumulation calls it in ``engine.step``, but the window acts before the step."""
@@ -228,7 +228,7 @@ class Stage12Overrides(OptimizerOverrides):
         super().refresh_fp32_params()
 
     def scaled_global_norm(self, *_: Any, **__: Any) -> torch.Tensor:
-        return self._zerosync_attached.parts.reducer.norm()
+        return self._zerosync_attached.parts.reducer.norm.value()
 
 
 class WholeOverrides(OptimizerOverrides):
@@ -286,7 +286,7 @@ class Stage3Overrides(OptimizerOverrides):
         self._zerosync_attached.stage.release()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        return [self._zerosync_attached.parts.reducer.norm()]
+        return [self._zerosync_attached.parts.reducer.norm.value()]
 
     def zerosync_stock_norms(self) -> list[Any]:
         return super()._get_norm_groups()

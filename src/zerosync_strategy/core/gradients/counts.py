@@ -185,16 +185,14 @@ class ItemCount:
     def reset(self) -> None:
         self._items = None
 
-    def total(
+    def take_total(
         self, device: torch.device, sum_over_ranks: Callable[[torch.Tensor], None]
-    ) -> torch.Tensor | None:  # fmt: skip
-        """Return the number of items of all ranks, in fp64; ``None`` if losses are means. Collective.
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the number of items of all ranks in this window, in fp64, and begin the next. Collective.
 
         ``sum_over_ranks`` sums a tensor in place. Raises a ``RuntimeError`` if :meth:`add` was not called in this
         window.
         """
-        if not self.counts:
-            return None
         if self._items is None:
             raise RuntimeError(
                 "The option loss_reduction='sum' needs the number of items, and mean_over() was not called since the"
@@ -202,5 +200,6 @@ class ItemCount:
             )
         total = torch.zeros((), dtype=torch.float64, device=device)
         total += self._items if not isinstance(self._items, torch.Tensor) else self._items.to(device)
+        self._items = None
         sum_over_ranks(total)
         return total

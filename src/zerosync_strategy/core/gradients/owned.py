@@ -111,13 +111,13 @@ class OwnedLayout(ShardLayout):
 
         ``flat`` is the flat buffer, or its elements from ``origin`` on.
         """
-        runs: list[tuple[int, int, int]] = []
+        ranges: list[tuple[int, int, int]] = []
         for param in params:
             owner, begin = self.owners[param], self.offsets[param]
-            if runs and runs[-1][0] == owner and runs[-1][2] == begin:
-                begin = runs.pop()[1]
-            runs.append((owner, begin, self.end_of(param)))
-        parts = [(owner, flat[begin - origin : end - origin]) for owner, begin, end in runs]
+            if ranges and ranges[-1][0] == owner and ranges[-1][2] == begin:
+                begin = ranges.pop()[1]
+            ranges.append((owner, begin, self.end_of(param)))
+        parts = [(owner, flat[begin - origin : end - origin]) for owner, begin, end in ranges]
         return give_from_owners(parts, self.process_group, self.counter, tag, label, self.nodes)
 
     # ---- checkpoints, in DeepSpeed's own layout --------------------------------------------------------------------

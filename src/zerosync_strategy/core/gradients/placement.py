@@ -110,10 +110,6 @@ class RowPlacement(Placement):
         super().__init__(offset, width, order)
         self._layout = layout
 
-    def _is_packed(self, pieces: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``pieces``, the flat gradients, are a single one that has the matrix's memory layout."""
-        return len(pieces) == 1 and len(pieces[0]) == self._layout.world_size * self.width
-
     def inputs(
         self, memory: torch.Tensor, most: int, nodes: Nodes | None, scaling: Scaling
     ) -> Iterator[ReduceScatterInput]:

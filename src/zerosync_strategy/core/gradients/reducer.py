@@ -41,6 +41,7 @@ class Reducer:
     Attributes:
         first_uses: returns, by ``id``, when the forward first used each parameter (``params/unit_order.py``), if the
             backward gathers parameters between its gradients; else ``None``.
+        norm: of the gradients in the shards, for readers after :meth:`settle`.
         items: counts the items over which the gradients of this window are a mean.
         on_reduced: called when the shards have the averages of all ranks, before the program reads or changes them.
         bucket_bytes: most bytes of a bucket, and of a part of a larger parameter.
@@ -72,7 +73,7 @@ class Reducer:
             if layout.params and layout.nodes is not None and (ordered or config.gradients.keeps_node_shards):
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
-        self._norm = Norm(shards, NUMBERS)
+        self.norm = Norm(shards, NUMBERS)
         self.on_reduced: list[Callable[[], None]] = []
         self._may_stream = config.gradients.automatic  # the budget may change to one that streams
         self.gradients = [gradient for bucket in self.buckets for gradient in bucket.gradients]
@@ -244,12 +245,12 @@ class Reducer:
         if not self._asks(last):
             self._complete_shards()
         if self._norm_carries(last):
-            self._norm.begin(last.numbers(self.needs_reduce))
+            self.norm.begin(last.numbers(self.needs_reduce))
 
     def hear(self, last: LastBackward) -> bool:
         """Return whether gradients of some rank are not reduced yet, so that all must go on. Collective."""
         if self._norm_carries(last):
-            return last.hear(self._norm.heard())
+            return last.hear(self.norm.heard())
         if not self._asks(last):
             return False
         if is_left := last.hear(self._ask(last.numbers(self.needs_reduce))):
@@ -295,12 +296,12 @@ class Reducer:
                 place = bucket.placement
                 for part in self.shards.parts(bucket.layout, place.offset, place.width):
                     part.zero_()
-        if self.layouts:
+        if self.items.counts and self.layouts:
             self._divide_by_items()
         for call in self.on_reduced:
             call()
         self.shards.hand_over()
-        self.norm_changed()
+        self.norm.changed()
 
     def close(self) -> None:
         """End the window, whose shards are complete."""
@@ -311,10 +312,7 @@ class Reducer:
     @torch.no_grad()
     def _divide_by_items(self) -> None:
         """Turn the averages over the ranks, in the shards, into sums divided by the number of items."""
-        items = self.items.total(self.layouts[0].params[0].device, self.shards.sum_over_ranks)
-        self.items.reset()
-        if items is None:
-            return
+        items = self.items.take_total(self.layouts[0].params[0].device, self.shards.sum_over_ranks)
         if not self.shards.on_device:
             items = items.cpu()
         for layout in self.layouts:
@@ -322,13 +320,6 @@ class Reducer:
             factor = torch.where(items > 0, layout.divisor / items, 0.0).view(1)
             for part in self.shards.parts(layout, 0, layout.shard_numel):
                 part.mul_(factor.to(torch.promote_types(part.dtype, torch.float32)))
-
-    def norm(self) -> torch.Tensor:
-        """Return the norm of the gradients in the shards. Collective; called after :meth:`settle`."""
-        return self._norm.value()
-
-    def norm_changed(self) -> None:
-        self._norm.changed()
 
     def reset_counts(self) -> None:
         """Reset the counts of bytes, after the step has used the shards."""

@@ -211,8 +211,8 @@ class StripePlacement(RowPlacement):
     ) -> torch.Tensor:
         """Pack as in the flat buffer, up to the stripe's end; the stripe begins at a multiple of ``_ALIGNMENT``."""
         pieces = with_zeros(self.order, gradients, dtype)
-        if self._is_packed(pieces) and not self.head:
-            return pieces[0]
+        if len(pieces) == 1 and len(pieces[0]) == self._layout.world_size * self.width and not self.head:
+            return pieces[0]  # it has the matrix's memory layout
         device = self._layout.params[0].device
         unaligned, rest = -self.head % _ALIGNMENT, self._rest - (0 if above is None else len(above))
         blank = torch.zeros(max(unaligned, rest, *self._blanks), dtype=dtype, device=device)

@@ -120,7 +120,7 @@ class PerParamShards(GradientShards):
         optimizer = self.optimizer
         self.on_device = not zero.offloads(optimizer)
         self.owned: dict[OwnedLayout, torch.Tensor] = {}
-        self._runs: dict[tuple[PerParamLayout, int, int], _Runs] = {}
+        self._ranges: dict[tuple[PerParamLayout, int, int], _Ranges] = {}
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for param in (param for group in zero3_optimizer.param_groups(optimizer) for param in group):
             by_group.setdefault(zero3_optimizer.gradient_group(optimizer, param), []).append(param)
@@ -160,12 +160,12 @@ class PerParamShards(GradientShards):
         if isinstance(layout, OwnedLayout):
             return [self.owned[layout].narrow(0, offset, numel)]
         shards, key = zero3_optimizer.gradient_shards(self.optimizer), (layout, offset, numel)
-        known = self._runs.get(key)
+        known = self._ranges.get(key)
         if not numel:
             return []
-        if known is None or known.made_of() is not shards[known.runs[0].param_id]:
-            known = self._runs[key] = _runs(shards, layout, offset, numel)
-        return [shards[run.param_id].as_strided((run.numel,), (1,), run.begin) for run in known.runs]
+        if known is None or known.made_of() is not shards[known.ranges[0].param_id]:
+            known = self._ranges[key] = _ranges(shards, layout, offset, numel)
+        return [shards[one.param_id].as_strided((one.numel,), (1,), one.begin) for one in known.ranges]
 
     def hand_over(self) -> None:
         if not self.whole:
@@ -225,7 +225,7 @@ class PerParamShards(GradientShards):
         return floor
 
 
-class _Run(NamedTuple):
+class _Range(NamedTuple):
     """Consecutive elements of the storage of which the shard of ``param_id`` is a view, from ``begin`` on."""
 
     param_id: int
@@ -233,16 +233,16 @@ class _Run(NamedTuple):
     numel: int
 
 
-class _Runs(NamedTuple):
-    """Runs of a part of the shard, valid while ``made_of`` (weak) is still the first of its gradient shards."""
+class _Ranges(NamedTuple):
+    """Ranges of a part of the shard, valid while ``made_of`` (weak) is still the first of its gradient shards."""
 
     made_of: Callable[[], torch.Tensor | None]
-    runs: list[_Run]
+    ranges: list[_Range]
 
 
-def _runs(shards: Mapping[int, torch.Tensor], layout: PerParamLayout, offset: int, numel: int) -> _Runs:
-    """Return ``numel`` elements of this rank's shard in as few runs as possible. DeepSpeed has them in one buffer."""
-    begins, runs, last = layout.begin_list, list[_Run](), None
+def _ranges(shards: Mapping[int, torch.Tensor], layout: PerParamLayout, offset: int, numel: int) -> _Ranges:
+    """Return ``numel`` elements of this rank's shard in as few ranges as possible. DeepSpeed has them in one buffer."""
+    begins, ranges, last = layout.begin_list, list[_Range](), None
     index, end = bisect_right(begins, offset) - 1, offset + numel
     first_id = zero3.param_id(layout.params[index])
     while offset < end:
@@ -251,11 +251,11 @@ def _runs(shards: Mapping[int, torch.Tensor], layout: PerParamLayout, offset: in
         first = offset - begins[index]
         size = min(shard.numel(), end - begins[index]) - first
         begin, memory = int(shard.storage_offset()) + first, shard.untyped_storage().data_ptr()
-        if runs and memory == last and runs[-1].begin + runs[-1].numel == begin:
-            runs[-1] = runs[-1]._replace(numel=runs[-1].numel + size)
+        if ranges and memory == last and ranges[-1].begin + ranges[-1].numel == begin:
+            ranges[-1] = ranges[-1]._replace(numel=ranges[-1].numel + size)
         else:
-            runs.append(_Run(param_id, begin, size))
+            ranges.append(_Range(param_id, begin, size))
         last = memory
         offset += size
         index += 1
-    return _Runs(weakref.ref(shards[first_id]), runs)
+    return _Ranges(weakref.ref(shards[first_id]), ranges)

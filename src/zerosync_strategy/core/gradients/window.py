@@ -68,6 +68,7 @@ class Window:
         changes: finds edits of local gradients by the program.
 
     Attributes:
+        state: as the table above says; read only.
         backwards: number since the last optimizer step (as all counts here) or the last ``zero_grad()``; a nested
             backward counts as part of the outer one.
         unused: backwards whose gradients are neither reduced nor dropped.
@@ -84,7 +85,7 @@ class Window:
         self._reducer, self.last = reducer, last
         self._activity, self._begins = activity, begins
         self.changes = changes or LocalChanges((), {})
-        self._state = WindowState.CLOSED
+        self.state = WindowState.CLOSED
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
         self.backwards = self.reductions = self.early_reductions = self.dropped = self.unused = 0
         self.seconds = 0.0
@@ -96,14 +97,10 @@ class Window:
         self._engine_backwards = 0
         self._graphs: set[int] = set()
 
-    @property
-    def state(self) -> WindowState:
-        return self._state
-
     def _enter(self, state: WindowState) -> None:
-        if state not in _ALLOWED[self._state]:
-            raise RuntimeError(f"a window cannot go from {self._state.name} to {state.name}")
-        self._state = state
+        if state not in _ALLOWED[self.state]:
+            raise RuntimeError(f"a window cannot go from {self.state.name} to {state.name}")
+        self.state = state
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -197,7 +194,7 @@ class Window:
             self._backward = _Backward.NONE
 
     def _begin_backward(self, ready: LocalGradient | None = None) -> None:
-        if self._state is WindowState.REDUCED:
+        if self.state is WindowState.REDUCED:
             raise RuntimeError(
                 "backward() was called between the reduction of the gradients and the optimizer step that uses them."
                 " Call step() or zero_grad() first. To read gradients between backwards, pass overlap_last=False."
@@ -205,7 +202,7 @@ class Window:
         self.changes.check(but=None if ready is None else ready.param)
         is_last = self.last.is_next()
         self._reducer.begin_backward(is_last, ready)  # may raise; then nothing has begun
-        self._begins(self._state is WindowState.CLOSED)
+        self._begins(self.state is WindowState.CLOSED)
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
         self.backwards += 1
@@ -215,7 +212,7 @@ class Window:
         self.last.begin(is_last)
 
     def _end_backward(self) -> None:
-        if self._backward is not _Backward.NONE or self._state is not WindowState.OPEN:
+        if self._backward is not _Backward.NONE or self.state is not WindowState.OPEN:
             return  # a nested backward ends with the outer one
         with self._reducing():
             streamed = self._reducer.end_backward()
@@ -227,7 +224,7 @@ class Window:
     @property
     def has_reduced(self) -> bool:
         """Whether some gradients of this window may no longer be on their parameters."""
-        is_open = self._state is not WindowState.CLOSED
+        is_open = self.state is not WindowState.CLOSED
         return is_open and bool(self.reductions or self.early_reductions or not self._reducer.keeps_gradients)
 
     # ---- reduction and step --------------------------------------------------------------------------------------
@@ -252,7 +249,7 @@ class Window:
         self.changes.check()
         self._end_backward()
         self.changes.reset()  # drops its references, so that the reduction frees the gradients
-        if self._state is WindowState.OPEN:
+        if self.state is WindowState.OPEN:
             with self._reducing():
                 if not self.last.began:
                     self._reduce(every=self.last.overlaps)  # also if zero_grad() has left this rank nothing
@@ -264,7 +261,7 @@ class Window:
             passed()
 
     def _end_reduction(self) -> None:
-        if self._state is not WindowState.OPEN:
+        if self.state is not WindowState.OPEN:
             return
         with self._reducing():
             while self._reducer.hear(self.last):
@@ -298,7 +295,7 @@ class Window:
         ``passed`` is called when the pass is issued: some ranks have begun it in a backward, so what is sent earlier in
         a step would come before it on some ranks and after it on others (W8).
         """
-        if self._state is WindowState.CLOSED:
+        if self.state is WindowState.CLOSED:
             why = f" The last window was dropped: {self._aborted}." if self._aborted else ""
             raise RuntimeError(
                 f"step() was called, but no backward ran since the last optimizer step.{why} Call backward() on a loss"
@@ -332,7 +329,7 @@ class Window:
         self._zeroed = True
         self._reset_graphs()
         self.changes.reset()
-        if self._state is WindowState.CLOSED:
+        if self.state is WindowState.CLOSED:
             return
         self._reducer.drop()
         self.last.dropped()
@@ -345,7 +342,7 @@ class Window:
         Called before the step of a program that is written for plain PyTorch, which would step the old gradients again;
         ZeRO's step consumes them.
         """
-        if not self._zeroed and self._state is not WindowState.CLOSED:
+        if not self._zeroed and self.state is not WindowState.CLOSED:
             raise RuntimeError(
                 "optimizer.step() was called, and no optimizer.zero_grad() since the last one: PyTorch would have added"
                 " to the gradients of that step, which ZeRO has used up. Call zero_grad() of the optimizer or of the"
@@ -359,7 +356,7 @@ class Window:
         self._graphs.clear()
         self._leave_backward()
         self.changes.reset()
-        if self._state is WindowState.CLOSED:
+        if self.state is WindowState.CLOSED:
             return
         self.dropped, self.backwards, self.reductions, self.early_reductions = self.backwards, 0, 0, 0
         self._enter(WindowState.CLOSED)
@@ -376,7 +373,7 @@ class Window:
 
     def warn_if_open(self, what: str) -> None:
         """Warn that a checkpoint in mid-window lacks the window's gradients (W5). ``what`` is the operation."""
-        if self.backwards and self._state is not WindowState.CLOSED:
+        if self.backwards and self.state is not WindowState.CLOSED:
             warnings.warn(
                 f"{what} with {self.backwards} backward(s) since the last optimizer step. Their gradients are"
                 " not in the checkpoint: this process keeps them for its next step, but a run that resumes from the"

@@ -67,7 +67,7 @@ class PendingGradients:
             self._take_back()
         if self._window.state is WindowState.CLOSED:
             return torch.zeros((), device=self._engine.device)
-        return self._reducer.norm() / self._engine.optimizer.loss_scale
+        return self._reducer.norm.value() / self._engine.optimizer.loss_scale
 
     def mean_over(self, items: float | torch.Tensor, losses_divided_by: float) -> None:
         """Count items over which the step takes the mean; see :meth:`ZeroSync.mean_over`."""
@@ -158,7 +158,7 @@ class PendingGradients:
         for param, own, target in self._reducer.shards.of_params():
             self._write(None if param.grad is None else param.grad.reshape(-1)[own.start : own.stop], target)
         self._reducer.shards.hand_over()
-        self._reducer.norm_changed()
+        self._reducer.norm.changed()
 
     def _write(self, part: torch.Tensor | None, target: torch.Tensor) -> None:
         if part is None:
@@ -220,7 +220,7 @@ class PendingGradients:
                 f"{function} does not reach an offloaded optimizer's norm of the gradients. Use 'with"
                 " zerosync.full_gradients():', where param.grad is the averaged gradient, to read and to change."
             )
-        self._reducer.norm_changed()
+        self._reducer.norm.changed()
 
     def _average(self, param: nn.Parameter) -> torch.Tensor:
         """Return the average of a gradient that is local on every rank. The window stays open. Collective."""

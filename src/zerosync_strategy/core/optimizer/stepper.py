@@ -2,7 +2,7 @@
 
 ZeRO steps its flat master weights as a whole, with gradient zero for frozen parameters. Weight decay and momentum would
 move these, and a parameter that is unfrozen later would continue at the step count of the others. So the optimizer is
-given *runs* instead: views of the master weights and of its own states, with scalar states (as Adam's ``step``) of
+given *pieces* instead: views of the master weights and of its own states, with scalar states (as Adam's ``step``) of
 their own. Parameters that were stepped in the same steps form a *cohort* and share their scalars. There is one cohort
 until a parameter is frozen for a whole step.
 
@@ -30,7 +30,7 @@ from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.optimizer.masters import Masters, StepSlice, StepSlices
 
 State = dict[str, Any]
-Runs = list[tuple[int, int]]
+Bounds = list[tuple[int, int]]
 """Bounds of elements in master weights, ascending."""
 # They step each tensor independently. Another class may count steps by group.
 STEPPED_BY_TENSOR = frozenset([SGD, Adadelta, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop])
@@ -38,7 +38,7 @@ _PACKAGES_BY_TENSOR = frozenset(["bitsandbytes", "deepspeed"])
 
 
 def counts_by_tensor(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether calls of ``step()``, each with a part of the parameters, are known to equal a single call."""
+    """Return whether calls of ``step()``, each with some of the parameters, are known to equal a single call."""
     return type(optimizer) in STEPPED_BY_TENSOR or type(optimizer).__module__.partition(".")[0] in _PACKAGES_BY_TENSOR
 
 
@@ -51,12 +51,12 @@ class _Cohort:
 
 
 class _Piece(NamedTuple):
-    """What the optimizer steps in place of master weights: a cohort's runs in one slice of them."""
+    """What the optimizer steps in place of master weights: a cohort's bounds in one slice of them."""
 
     group: dict[str, Any]
     flat: torch.Tensor
     master: int
-    runs: Runs
+    bounds: Bounds
     cohort: _Cohort
     scalars: State | None  # of the cohort before the step
     stepped: Callable[[], None] | None  # called after it
@@ -76,11 +76,6 @@ class Stepper:
         self._zero, self._params, self._masters = shards.optimizer, shards.params, masters
         self._cohorts = [_Cohort(set(shards.params))]
         self._frozen: set[nn.Parameter] | None = None  # in all backwards since the last step; None: no backward yet
-
-    @property
-    def _optimizer(self) -> Any:
-        """The torch optimizer that steps the master weights."""
-        return self._zero.optimizer
 
     def backward_begins(self, is_first: bool) -> None:
         """Record what is frozen when a backward begins: a parameter that requires a gradient in any one is stepped."""
@@ -108,13 +103,13 @@ class Stepper:
         if masters is None:
             self._cohorts[0].scalars = self._scalars_now([flat for flat, _ in slices])
         cohorts = [cohort for cohort in self._cohorts if cohort.params.isdisjoint(frozen)]
-        with self._stepping_by(lambda: self._parts(slices, masters, cohorts)):
+        with self._stepping_by(lambda: self._pieces(slices, masters, cohorts)):
             yield
         for index, (flat, _) in enumerate(slices):
             # DeepSpeed's checkpoints have one step count, here that of the first cohort.
             shared = (cohort.scalars.get(index) for cohort in self._cohorts)
             if scalars := next(filter(None, shared), None):
-                self._optimizer.state[flat].update(_copied(scalars))
+                self._zero.optimizer.state[flat].update(_copied(scalars))
 
     def change(self, change: Callable[[], None]) -> None:
         """Call ``change``, a method of the torch optimizer that changes the weights of stepped parameters."""
@@ -123,20 +118,20 @@ class Stepper:
                 change()
                 return
             masters = self._masters.by_param()
-            parts = self._parts(_whole(masters), masters, self._cohorts)
-            stepped = [part for part in parts if part.scalars is not None]
+            pieces = self._pieces(_whole(masters), masters, self._cohorts)
+            stepped = [piece for piece in pieces if piece.scalars is not None]
             with self._without_params():
                 self._call(stepped, change)
 
     def _slices(self) -> StepSlices | None:
         """Return the slices in which to make the next step; ``None``: as a whole."""
-        if offloads(self._zero) or not _can_step_by_part(self._optimizer):
+        if offloads(self._zero) or not _can_step_by_part(self._zero.optimizer):
             return None
         slices = self._masters.slices()
         return slices if any(len(of_master) > 1 for _, of_master in slices) else None
 
     def _scalars_now(self, flats: Sequence[torch.Tensor]) -> dict[int, State]:
-        states = self._optimizer.state
+        states = self._zero.optimizer.state
         return {index: _scalar_states(states[flat], flat) for index, flat in enumerate(flats) if states.get(flat)}
 
     def _split(self, frozen: set[nn.Parameter]) -> None:
@@ -148,48 +143,48 @@ class Stepper:
                 cohort.params -= split
                 self._cohorts.append(_Cohort(split, copy.deepcopy(cohort.scalars)))
 
-    def _parts(
+    def _pieces(
         self, slices: StepSlices, masters: Sequence[MasterShard] | None, cohorts: Sequence[_Cohort]
     ) -> Iterator[_Piece]:
-        """Yield the parts of a step: by slice, a part per cohort, then a part for the slice's callback.
+        """Yield the pieces of a step: by slice, a piece per cohort, then a piece for the slice's callback.
 
         ``masters`` has the parameters in the ``slices``' master weights; ``None`` if a single cohort has everything.
         """
         index_of = {id(flat): index for index, (flat, _) in enumerate(slices)}
-        for group in self._optimizer.param_groups:
+        for group in self._zero.optimizer.param_groups:
             for flat in group["params"]:
                 index = index_of[id(flat)]
                 whole = [(0, flat.numel())]
-                runs = [whole if masters is None else _runs(masters[index], cohort.params) for cohort in cohorts]
+                bounds = [whole if masters is None else _bounds_of(masters[index], cohort.params) for cohort in cohorts]
                 for begin, end, stepped in slices[index][1]:
-                    for cohort, of_cohort in zip(cohorts, runs, strict=True):
+                    for cohort, of_cohort in zip(cohorts, bounds, strict=True):
                         within = [(max(a, begin), min(b, end)) for a, b in of_cohort if a < end and begin < b]
                         yield _Piece(group, flat, index, within, cohort, cohort.scalars.get(index), None)
                     if stepped is not None:
                         yield _Piece(group, flat, index, [], self._cohorts[0], None, stepped)
 
     @contextmanager
-    def _stepping_by(self, parts: Callable[[], Iterator[_Piece]]) -> Iterator[None]:
-        """While active, a step of the torch optimizer steps ``parts``, one after the other."""
-        optimizer = self._optimizer
+    def _stepping_by(self, pieces: Callable[[], Iterator[_Piece]]) -> Iterator[None]:
+        """While active, a step of the torch optimizer steps ``pieces``, one after the other."""
+        optimizer = self._zero.optimizer
         stock, own = optimizer.step, vars(optimizer).get("step")  # a learning-rate scheduler sets one on the instance
         # Wrappers that count calls of step() count a single one.
         again = type(optimizer).step.__wrapped__.__get__(optimizer) if _can_step_by_part(optimizer) else stock
 
         def step(*_: Any, **__: Any) -> None:
-            work = list(parts())
+            work = list(pieces())
             by_tensor = counts_by_tensor(optimizer)
-            calls = [[part] for part in work] if by_tensor else [work]
-            has_runs = [any(part.runs for part in of_call) for of_call in calls]
-            last = max((number for number, has in enumerate(has_runs) if has), default=-1)
+            calls = [[piece] for piece in work] if by_tensor else [work]
+            steps = [any(piece.bounds for piece in of_call) for of_call in calls]
+            last = max((number for number, has in enumerate(steps) if has), default=-1)
             with self._without_params():
                 for number, of_call in enumerate(calls):
                     # An optimizer that counts steps by group also counts a step in which all is frozen.
-                    if has_runs[number] or not by_tensor:
+                    if steps[number] or not by_tensor:
                         self._call(of_call, stock if number == last else again)
-                    for part in of_call:
-                        if part.stepped is not None:
-                            part.stepped()
+                    for piece in of_call:
+                        if piece.stepped is not None:
+                            piece.stepped()
 
         optimizer.step = step
         try:
@@ -201,7 +196,7 @@ class Stepper:
 
     @contextmanager
     def _without_params(self) -> Iterator[None]:
-        groups = [(group, group["params"]) for group in self._optimizer.param_groups]
+        groups = [(group, group["params"]) for group in self._zero.optimizer.param_groups]
         try:
             for group, _ in groups:
                 group["params"] = []
@@ -210,25 +205,25 @@ class Stepper:
             for group, flats in groups:
                 group["params"] = flats
 
-    def _call(self, parts: Sequence[_Piece], method: Callable[[], Any]) -> None:
-        """Call a method of the torch optimizer while its groups hold ``parts`` and nothing else."""
-        entered = [(part, _enter(self._optimizer, part)) for part in parts if part.runs]
-        for part, views in entered:
-            part.group["params"] = part.group["params"] + views
+    def _call(self, pieces: Sequence[_Piece], method: Callable[[], Any]) -> None:
+        """Call a method of the torch optimizer while its groups hold ``pieces`` and nothing else."""
+        entered = [(piece, _enter(self._zero.optimizer, piece)) for piece in pieces if piece.bounds]
+        for piece, views in entered:
+            piece.group["params"] = piece.group["params"] + views
         method()
-        for part, views in entered:
-            part.group["params"] = []
-            part.cohort.scalars[part.master] = self._leave(part, views)
+        for piece, views in entered:
+            piece.group["params"] = []
+            piece.cohort.scalars[piece.master] = self._leave(piece, views)
 
-    def _leave(self, part: _Piece, views: list[nn.Parameter]) -> State:
+    def _leave(self, piece: _Piece, views: list[nn.Parameter]) -> State:
         """Copy the states of the stepped ``views`` into the whole states; return the scalar states."""
-        whole, scalars = self._optimizer.state[part.flat], {}
-        for view, (begin, end) in zip(views, part.runs, strict=True):
-            state = self._optimizer.state.pop(view, {})  # plain SGD has none
+        whole, scalars = self._zero.optimizer.state[piece.flat], {}
+        for view, (begin, end) in zip(views, piece.bounds, strict=True):
+            state = self._zero.optimizer.state.pop(view, {})  # plain SGD has none
             scalars = _scalar_states(state, view)
             for key, value in _shaped_states(state, view).items():
                 if whole.get(key) is None:
-                    whole[key] = torch.zeros_like(part.flat.data, dtype=value.dtype)
+                    whole[key] = torch.zeros_like(piece.flat.data, dtype=value.dtype)
                     self._masters.states_made()
                 if value.untyped_storage().data_ptr() != whole[key].untyped_storage().data_ptr():
                     whole[key][begin:end].copy_(value)
@@ -261,7 +256,7 @@ class Stepper:
 
     def states_at(self, param: nn.Parameter, index: int, flat: torch.Tensor) -> tuple[State, State]:
         """Return the states of ``param``, by element and the others; ``flat`` is the ``index``-th master tensor."""
-        state = self._optimizer.state.get(flat, {})
+        state = self._zero.optimizer.state.get(flat, {})
         if len(self._cohorts) == 1:
             return _shaped_states(state, flat), _scalar_states(state, flat)
         scalars = next(cohort.scalars for cohort in self._cohorts if param in cohort.params).get(index)
@@ -286,7 +281,7 @@ class Stepper:
                 cohort.scalars[index_of[param]] = scalars
         for index, flat in enumerate(flats):
             shared = (cohort.scalars.get(index) for cohort in kinds.values())
-            self._optimizer.state[flat].update(_copied(next(filter(None, shared), {})))
+            self._zero.optimizer.state[flat].update(_copied(next(filter(None, shared), {})))
         kind_of = {param: kind for kind, cohort in kinds.items() for param in cohort.params}
         if len({(index, kind_of[param]) for param, index in index_of.items()}) == len(set(index_of.values())):
             self._cohorts = [_Cohort(set(self._params))]  # one kind in each master tensor
@@ -296,7 +291,7 @@ class Stepper:
 
 
 def _can_step_by_part(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer`` can step part by part without any hook or wrapper noticing."""
+    """Return whether ``optimizer`` can step piece by piece without any hook or wrapper noticing."""
     own = vars(optimizer).get("step")
     return (
         type(optimizer) in STEPPED_BY_TENSOR
@@ -312,26 +307,26 @@ def _whole(masters: Sequence[MasterShard]) -> StepSlices:
     return [(master.flat, [StepSlice(0, master.flat.numel(), None)]) for master in masters]
 
 
-def _runs(master: MasterShard, params: set[nn.Parameter]) -> Runs:
+def _bounds_of(master: MasterShard, params: set[nn.Parameter]) -> Bounds:
     """Return the bounds of ``params`` in the master weights, with neighbours merged."""
-    runs: Runs = []
+    bounds: Bounds = []
     for param, begin, end in master.slices:
         if param in params:
-            begin = runs.pop()[0] if runs and runs[-1][1] == begin else begin
-            runs.append((begin, end))
-    return runs
+            begin = bounds.pop()[0] if bounds and bounds[-1][1] == begin else begin
+            bounds.append((begin, end))
+    return bounds
 
 
-def _enter(optimizer: torch.optim.Optimizer, part: _Piece) -> list[nn.Parameter]:
-    """Return views of the part for the optimizer to step, with gradients and states."""
+def _enter(optimizer: torch.optim.Optimizer, piece: _Piece) -> list[nn.Parameter]:
+    """Return views of the piece for the optimizer to step, with gradients and states."""
     views = []
-    data, gradient = part.flat.data, part.flat.grad
-    shaped = {} if part.scalars is None else _shaped_states(optimizer.state[part.flat], part.flat)
-    for begin, end in part.runs:
+    data, gradient = piece.flat.data, piece.flat.grad
+    shaped = {} if piece.scalars is None else _shaped_states(optimizer.state[piece.flat], piece.flat)
+    for begin, end in piece.bounds:
         view = nn.Parameter(data[begin:end])
         view.grad = None if gradient is None else gradient[begin:end]
-        if part.scalars is not None:
-            optimizer.state[view] = {key: value[begin:end] for key, value in shaped.items()} | _copied(part.scalars)
+        if piece.scalars is not None:
+            optimizer.state[view] = {key: value[begin:end] for key, value in shaped.items()} | _copied(piece.scalars)
         views.append(view)
     return views
 

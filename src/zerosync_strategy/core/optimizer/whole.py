@@ -39,16 +39,16 @@ class WholeStepper(Stepper):
         super().__init__(shards, masters)
         self.left_out: set[nn.Parameter] = set()  # frozen parameters, which the running step leaves out
         self.masters: dict[nn.Parameter, nn.Parameter] = {}
-        if any(self._optimizer.state.get(master.flat) for master in masters.by_param()):
+        if any(self._zero.optimizer.state.get(master.flat) for master in masters.by_param()):
             raise ValueError(
-                f"attach() found that the optimizer {type(self._optimizer).__name__}, which needs whole"
+                f"attach() found that the optimizer {type(self._zero.optimizer).__name__}, which needs whole"
                 " parameters, has stepped flat shards. Call attach() before the first step and before"
                 " load_checkpoint()."
             )
 
     def take(self, groups: list[list[nn.Parameter]]) -> None:
         """Replace the parameters of the torch optimizer, in ``groups``, by this rank's :attr:`masters`."""
-        optimizer = self._optimizer
+        optimizer = self._zero.optimizer
         made = dict(optimizer.state)  # states that its constructor made, also for frozen parameters
         optimizer.state.clear()
         for group, params in zip(optimizer.param_groups, groups, strict=True):
@@ -72,7 +72,7 @@ class WholeStepper(Stepper):
     def states_of(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's states of ``param``; empty if another rank owns it."""
         master = self.masters.get(param)
-        return {} if master is None else self._optimizer.state.get(master, {})
+        return {} if master is None else self._zero.optimizer.state.get(master, {})
 
     @abstractmethod
     def owner(self, param: nn.Parameter) -> tuple[int, Any]:
@@ -114,7 +114,7 @@ class WholeStepper(Stepper):
     def names(self, names: Mapping[nn.Parameter, str]) -> list[list[str]]:
         """Return the names of the parameters that this rank owns, by the torch optimizer's groups."""
         param_of = {id(master): param for param, master in self.masters.items()}
-        groups = self._optimizer.param_groups
+        groups = self._zero.optimizer.param_groups
         return [[names[param_of[id(master)]] for master in group["params"]] for group in groups]
 
     @abstractmethod
@@ -143,7 +143,7 @@ class OwnedStepper(WholeStepper):
         super().__init__(shards, masters)
         self._give = masters.give
         self._layouts = [layout for layout in shards.layouts if isinstance(layout, OwnedLayout)]
-        groups: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
+        groups: list[list[nn.Parameter]] = [[] for _ in self._zero.optimizer.param_groups]
         for layout in self._layouts:
             flat = zero12.give_own_master(self._zero, layout.group_index, layout.shard_numel)
             groups[layout.group_index] = zero12.params_in_order(self._zero, layout.group_index)
@@ -165,7 +165,7 @@ class OwnedStepper(WholeStepper):
                 master, end = self.masters[param], begin + param.numel()
                 master.data = flat.data[begin:end].view(param.shape)
                 master.grad = None if param in self.left_out else flat.grad[begin:end].view(param.shape)
-        if index == len(self._optimizer.param_groups) - 1:
+        if index == len(self._zero.optimizer.param_groups) - 1:
             zero.step_torch_optimizer(self._zero)
 
     def owner(self, param: nn.Parameter) -> tuple[int, Any]:
