@@ -218,7 +218,8 @@ class ParameterGather:
         self._wait, self.is_done = wait, False
         self._error: Exception | None = None
         self._gather_streams, self._host = issuing.streams, issuing.host
-        self._stream, self._is_tagged, self.event = group.stream, group.is_tagged, None
+        self._stream, self._is_tagged = group.stream, group.is_tagged
+        self.event: Any = None
         self._records, self._activity, self._land, self._packed, self._keeps = records, activity, land, packed, keeps
         self._has_copies = issuing.host is not None or issuing.node_shards is not None
         self.users: list[Any] = []
