@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from zerosync_strategy.core.engine.param_functions import gather_at_once as gath
 from zerosync_strategy.core.engine.patches import ModeOverrides, Stock, interpose, replaced, restore
 from zerosync_strategy.core.engine.several import parameter_tree, requiring_grad, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
 from zerosync_strategy.core.engine.zero3 import as_it_is, full_shape, has_own_group, in_full_shapes
 from zerosync_strategy.core.engine.zero3_optimizer import reload_master_weights
@@ -63,7 +65,8 @@ from zerosync_strategy.core.params.state_entries import in_full
 from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # what frontends use in addition to the functions below
-    "Doing", "FrozenStay", "ModeOverrides", "SavedCheckpoint", "StepReport", "Stock", "StrategyArguments", "ZeroSync",
+    "DeepSpeedEngine", "Doing", "FrozenStay", "ModeOverrides", "SavedCheckpoint", "StepReport", "Stock",
+    "StrategyArguments", "ZeroSync",
     "accumulate_outside", "after_save", "as_it_is", "copy_problem", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "is_distributed",
     "leave_sharded", "loading_without_optimizer", "offloads_optimizer", "one_load", "one_save",
@@ -72,7 +75,7 @@ __all__ = [  # what frontends use in addition to the functions below
 ]  # fmt: skip
 
 
-def prepare_process(user: Any = None, nested_init: bool = True) -> None:
+def prepare_process(user: object = None, nested_init: bool = True) -> None:
     """Install the replacements that this process needs before an engine is made (C2).
 
     They stay while ``user`` or an attached engine lives, or until ``patches.remove_user(user)``. ``nested_init``: allow
@@ -142,7 +145,7 @@ def building_engine(strategy: Any = None) -> Iterator[None]:
 
 
 def set_up(
-    call: str, module: torch.nn.Module, config: ZeroSyncConfig, build: Callable[[], Any], *,
+    call: str, module: torch.nn.Module, config: ZeroSyncConfig, build: Callable[[], DeepSpeedEngine | None], *,
     optimizers: Sequence[Optimizer] = (), shown: Optimizer | None = None, problem: str = "",
     facts: Mapping[str, str] | None = None, losses_divided_by: Callable[[], float] | None = None,
 ) -> ZeroSync | None:  # fmt: skip
@@ -180,7 +183,7 @@ def set_up(
     return zerosync
 
 
-def handle_of(value: Any) -> ZeroSync | None:
+def handle_of(value: object) -> ZeroSync | None:
     """Return the handle of an attached engine, or of its optimizer; ``None`` for anything else."""
     found = getattr(value, "_zerosync", None)
     return found if isinstance(found, ZeroSync) else None
@@ -207,7 +210,7 @@ def report_failure(error: BaseException) -> None:
         rank_status().record_failure(f"{type(error).__name__}: {error}", error)
 
 
-def source(zerosync: ZeroSync, directory: Any, tag: str | None, optimizer_states: bool) -> SavedCheckpoint:
+def source(zerosync: ZeroSync, directory: str | Path, tag: str | None, optimizer_states: bool) -> SavedCheckpoint:
     """Return the source to verify before ``load_checkpoint`` of the engine is called with these arguments."""
     return source_of(zerosync._attached, directory, tag, optimizer_states)
 
@@ -238,7 +241,7 @@ def load_full(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, f
 
 
 @contextmanager
-def one_more(options: Any, limit: str) -> Iterator[None]:
+def one_more(options: object, limit: str) -> Iterator[None]:
     """While active, ``options`` keep one checkpoint more than the option ``limit``, if that limits them.
 
     The newest is written in the background, and the one before it is the last complete one.

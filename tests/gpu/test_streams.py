@@ -152,7 +152,7 @@ def test_the_host_reads_an_answer_after_its_copy(waits: bool) -> None:
     def job() -> tuple[bool, bool]:
         copy, answer = HostCopy(Streams(), 2), torch.zeros(2, dtype=torch.int64, device="cuda")
         copy.begin(answer)
-        assert copy.read() == [0, 0]
+        assert copy.arrived().tolist() == [0, 0]
         torch.cuda.synchronize()
         torch.cuda._sleep(CYCLES)
         answer.fill_(7)
@@ -162,7 +162,7 @@ def test_the_host_reads_an_answer_after_its_copy(waits: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if not waits:
                 patch.setattr(torch.cuda.Event, "synchronize", lambda self: None)
-            found = copy.read()
+            found = copy.arrived().tolist()
         return found == [7, 7], behind.query()
 
     ((arrived, waited_for_more),) = run_ranks(job, world_size=1)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from accelerate.accelerator import Accelerator
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 
 from zerosync_strategy.accelerate import contract
@@ -54,12 +55,12 @@ def is_trainers(config: Any) -> bool:
     return deepspeed is not None and isinstance(config, deepspeed.HfTrainerDeepSpeedConfig)
 
 
-def divides_losses(accelerator: Any) -> bool:
+def divides_losses(accelerator: Accelerator) -> bool:
     """Return whether ``accelerator`` belongs to a Trainer, which divides losses itself."""
     return getattr(accelerator, _TRAINER, None) is not None
 
 
-def keeps_engine(accelerator: Any) -> bool:
+def keeps_engine(accelerator: Accelerator) -> bool:
     """Return whether the Trainer of ``accelerator`` continues with its engine in a later ``train()``.
 
     Also where ``auto_find_batch_size`` begins anew after an out-of-memory error: the model and the moments go on.
@@ -74,7 +75,7 @@ def keeps_engine(accelerator: Any) -> bool:
     return wrapped.engine.module is trainer.model
 
 
-def _configured(accelerator: Any) -> list[str]:
+def _configured(accelerator: Accelerator) -> list[str]:
     """Return what DeepSpeed makes by its configuration."""
     return [name for name in ("optimizer", "scheduler") if name in accelerator.state.deepspeed_plugin.deepspeed_config]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.accelerator import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
@@ -26,7 +27,7 @@ from zerosync_strategy import frontend
 from zerosync_strategy.accelerate.plugin import AUTO, ON_BACKWARD, ZeroSyncPlugin
 from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.frontend import Stock, ZeroSync
+from zerosync_strategy.frontend import DeepSpeedEngine, Stock, ZeroSync
 
 NOTHING_TO_CLIP = (
     "clip_grad_norm_() was given no parameters, so it clips nothing, as without DeepSpeed. A filter or generator is"
@@ -36,7 +37,7 @@ NOTHING_TO_CLIP = (
 _WORLD_SIZES = ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 
-def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], stock: Callable[..., Any]) -> Any:
+def prepare(accelerator: Accelerator, plugin: ZeroSyncPlugin, args: tuple[Any, ...], stock: Callable[..., Any]) -> Any:
     """Run ``accelerator.prepare(*args)`` under ``plugin``, by Accelerate's own ``stock`` preparation."""
     from deepspeed import DeepSpeedEngine
 
@@ -55,7 +56,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
     result: Any = None
     deepcompile = False
 
-    def build() -> Any:
+    def build() -> DeepSpeedEngine | None:
         nonlocal result, deepcompile
         with plugin.filled_in(args), _not_compiled_yet(accelerator, plugin) as deepcompile:
             result = stock(accelerator, *args)
@@ -101,7 +102,7 @@ def prepare(accelerator: Any, plugin: ZeroSyncPlugin, args: tuple[Any, ...], sto
 
 
 @contextmanager
-def _not_compiled_yet(accelerator: Any, plugin: ZeroSyncPlugin) -> Iterator[bool]:
+def _not_compiled_yet(accelerator: Accelerator, plugin: ZeroSyncPlugin) -> Iterator[bool]:
     """Keep DeepCompile, which must follow ``attach()``, out of Accelerate's preparation. Yield whether it is on."""
     dynamo = accelerator.state.dynamo_plugin
     asked = plugin.deepspeed_config.get("compile", {}).get("deepcompile", False)
@@ -115,7 +116,7 @@ def _not_compiled_yet(accelerator: Any, plugin: ZeroSyncPlugin) -> Iterator[bool
         dynamo.backend = backend
 
 
-def _become_the_only_rank(accelerator: Any) -> None:
+def _become_the_only_rank(accelerator: Accelerator) -> None:
     """Make a process group of one rank, for ``python train.py`` without a launcher: DeepSpeed would look for MPI."""
     os.environ.setdefault("LOCAL_RANK", "0")
     backend = "gloo" if accelerator.device.type == "cpu" else "nccl"
@@ -323,7 +324,7 @@ class StepPlace:
         self._accumulates |= not synchronises
         self._norm_is_read = False
 
-    def coming_norm(self) -> Any:
+    def coming_norm(self) -> torch.Tensor | None:
         """Return the norm of the step that completes the window, which stock Accelerate has taken; else ``None``."""
         if not (self._complete and self._zerosync.window.backwards and self._zerosync.has_backward):
             return None

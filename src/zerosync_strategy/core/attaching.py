@@ -16,6 +16,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.attached.overrides import (
     EngineOverrides,
     OptimizerOverrides,
+    Stage3EngineOverrides,
     Stage3Overrides,
     Stage12Overrides,
     SwitchOverrides,
@@ -24,6 +25,7 @@ from zerosync_strategy.core.attached.overrides import (
     ZeroSwitchOverrides,
 )
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.engine.zero import require_supported
 from zerosync_strategy.core.environment import say_problems
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
@@ -48,7 +50,7 @@ from zerosync_strategy.version import __version__
 _ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
 
 
-def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) -> ZeroSync:
+def attach(engine: DeepSpeedEngine, config: ZeroSyncConfig | None = None, **options: Any) -> ZeroSync:
     """Give a live DeepSpeed engine one gradient reduction per optimizer step.
 
     From now on any number of ``engine.backward(loss)`` or ``loss.backward()`` before ``engine.step()`` is one window:
@@ -110,10 +112,12 @@ def attach(engine: Any, config: ZeroSyncConfig | None = None, **options: Any) ->
     return zerosync
 
 
-def _attached(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
+def _attached(engine: DeepSpeedEngine, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
     """Attach the mechanisms of the ZeRO stage to ``engine``, override its methods, and return the attached engine."""
     overrides: type[OptimizerOverrides]
+    of_engine = EngineOverrides
     if zero.stage(engine) == 3:
+        of_engine = Stage3EngineOverrides
         overrides = WholeStage3Overrides if whole else Stage3Overrides
     else:
         overrides = WholeStage12Overrides if whole else Stage12Overrides
@@ -123,7 +127,7 @@ def _attached(engine: Any, config: ZeroSyncConfig, whole: bool) -> AttachedEngin
     if switches_weights(stepping := zero.stepping_optimizer(engine)):
         layer = type(overrides.__name__, (ZeroSwitchOverrides, overrides), {})
         switching = [(stepping, SwitchOverrides)]
-    attached.begin((engine, EngineOverrides), (engine.optimizer, layer), *switching)
+    attached.begin((engine, of_engine), (engine.optimizer, layer), *switching)
     return attached
 
 
@@ -135,7 +139,7 @@ def _announce(zerosync: ZeroSync) -> None:
         say(f"{__version__} {what}: {zerosync._attached.summary()}")
 
 
-def _parameters_problem(engine: Any) -> str:
+def _parameters_problem(engine: DeepSpeedEngine) -> str:
     """Return a problem of the engine's parameters that ``deepspeed.initialize`` does not report; empty if none."""
     trained = [] if zero.stage(engine) == 3 else [group.params for group in zero12.flat_groups(engine.optimizer)]
     module = engine.module
@@ -143,7 +147,7 @@ def _parameters_problem(engine: Any) -> str:
     return problem or foreign_problem(module, trained)
 
 
-def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
+def _facts(engine: DeepSpeedEngine, config: ZeroSyncConfig) -> dict[str, str]:
     """Return the facts on which the collectives of a rank depend."""
     configured = zero.user_config(engine)
     facts = {f"DeepSpeed's {name!r}": repr(configured.get(name)) for name in _ALIKE}
@@ -155,7 +159,7 @@ def _facts(engine: Any, config: ZeroSyncConfig) -> dict[str, str]:
     return facts | model_facts(engine.module)
 
 
-def _numbering(engine: Any) -> str:
+def _numbering(engine: DeepSpeedEngine) -> str:
     """Return the ids of the parameters of ``engine``, in the order of its module, as ranges."""
     ids = [zero3.param_id(param) for param in engine.module.parameters()]
     breaks = [0, *(place for place in range(1, len(ids)) if ids[place] != ids[place - 1] + 1), len(ids)]

@@ -6,7 +6,6 @@ import os
 import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.comm.collectives import backend_for
 from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.options import AUTO, ZeroSyncConfig
 
 MOST_RANKS = {torch.bfloat16: 64, torch.float16: 512}
@@ -76,7 +76,7 @@ def problems(of: Surroundings) -> Iterator[str]:
         )
 
 
-def surroundings(engine: Any, config: ZeroSyncConfig) -> Surroundings:
+def surroundings(engine: DeepSpeedEngine, config: ZeroSyncConfig) -> Surroundings:
     """Return those of ``engine``; sends nothing."""
     group, native = zero.data_parallel_group(engine.optimizer), config.reduction == "native"
     ranks, everyone = dist.get_world_size(group), dist.get_world_size()
@@ -100,7 +100,7 @@ def surroundings(engine: Any, config: ZeroSyncConfig) -> Surroundings:
     )
 
 
-def say_problems(engine: Any, config: ZeroSyncConfig) -> None:
+def say_problems(engine: DeepSpeedEngine, config: ZeroSyncConfig) -> None:
     """Log each problem of ``engine`` on the first rank, once in this process."""
     if dist.get_rank() != 0:
         return

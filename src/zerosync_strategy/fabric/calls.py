@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine import patches
-from zerosync_strategy.frontend import Stock, ZeroSync, leave_sharded
+from zerosync_strategy.frontend import DeepSpeedEngine, Stock, ZeroSync, leave_sharded
 
 
 class PreparedModule(Module):
@@ -30,9 +30,9 @@ class PreparedModule(Module):
         sharding: DeepSpeed's engine without an optimizer, which shards the model; on stage 3 only.
     """
 
-    engine: Any
+    engine: DeepSpeedEngine | None
 
-    def __init__(self, module: Module, sharding: Any = None) -> None:
+    def __init__(self, module: Module, sharding: DeepSpeedEngine | None = None) -> None:
         super().__init__()
         self.module = module
         self._sharding = sharding
@@ -54,7 +54,7 @@ class PreparedModule(Module):
             leave_sharded(self._sharding)
             self._sharding = None
 
-    def train_with(self, engine: Any) -> None:
+    def train_with(self, engine: DeepSpeedEngine) -> None:
         """Call ``engine`` in each forward."""
         self.__dict__["engine"] = engine
 
@@ -91,7 +91,7 @@ def find_model_of_backward(package: str, strategy: type) -> None:
         @wraps(stock)
         def backward(self: Any, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
             if model is None and self._models_setup > 1 and isinstance(self._strategy, strategy):
-                engines: list[Any] = [zerosync.engine for zerosync in self._strategy.zerosyncs]  # type: ignore[attr-defined]
+                engines: list[DeepSpeedEngine] = [zerosync.engine for zerosync in self._strategy.zerosyncs]  # type: ignore[attr-defined]
                 if engines and not any(engine.fp16_enabled() for engine in engines):
                     model = SimpleNamespace(_forward_module=engines[0])
             stock(self, tensor, *args, model=model, **kwargs)
@@ -138,7 +138,7 @@ class BackwardSync:
         return nullcontext()
 
 
-def zerosync_of(optimizer: Any) -> ZeroSync:
+def zerosync_of(optimizer: object) -> ZeroSync:
     """Return the handle of the engine of ``optimizer``; a ``RuntimeError`` if it has none."""
     zerosync = frontend.handle_of(optimizer)
     if zerosync is None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch.nn import Module
 
 from zerosync_strategy.frontend import (
+    DeepSpeedEngine,
     SavedCheckpoint,
     handle_of,
     is_distributed,
@@ -35,7 +36,7 @@ _REST = "fabric_state"
 
 
 def save(
-    path: Any, state: dict[str, Any], convert: Callable[[dict[str, Any]], Any], exclude_frozen: bool
+    path: str | Path, state: dict[str, Any], convert: Callable[[dict[str, Any]], Any], exclude_frozen: bool
 ) -> None:  # fmt: skip
     """Write ``state`` to the directory ``path``. Collective.
 
@@ -63,7 +64,7 @@ def save(
                 )  # fmt: skip
 
 
-def load(path: Any, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -> dict[str, Any]:
+def load(path: str | Path, state: Any, strict: bool, broadcast: Callable[[Any], Any]) -> dict[str, Any]:
     """Restore ``state`` from the directory ``path``, in place; return the other entries of the checkpoint. Collective.
 
     A model is restored with its optimizer if that is in ``state``. All other entries are those of the first rank.
@@ -126,7 +127,7 @@ def _load_for_evaluation(model: PreparedModule, directory: Path, strict: bool) -
     load_weights(model, get_fp32_state_dict_from_zero_checkpoint(str(directory), TAG), strict)
 
 
-def _models_in(state: dict[str, Any], call: str) -> dict[str, Any]:
+def _models_in(state: dict[str, Any], call: str) -> dict[str, DeepSpeedEngine]:
     """Return the models of ``state`` that were set up: engines, and models without an optimizer.
 
     Raises:
@@ -143,7 +144,7 @@ def _models_in(state: dict[str, Any], call: str) -> dict[str, Any]:
     return models
 
 
-def _optimizers_in(state: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+def _optimizers_in(state: dict[str, Any], models: dict[str, DeepSpeedEngine]) -> dict[str, Any]:
     """Return the entries of ``state`` that are optimizers of models."""
     found = {name: value for name, value in state.items() if name not in models and handle_of(value) is not None}
     for name, optimizer in found.items():
@@ -155,7 +156,7 @@ def _optimizers_in(state: dict[str, Any], models: dict[str, Any]) -> dict[str, A
     return found
 
 
-def _found(path: Any, name: str, models: dict[str, Any]) -> Path:
+def _found(path: str | Path, name: str, models: dict[str, DeepSpeedEngine]) -> Path:
     """Return the directory of the checkpoint of the model ``name``."""
     directory = _directory(path, name, models)
     if not (directory / TAG).is_dir() and (Path(path) / name / TAG).is_dir():
@@ -169,7 +170,7 @@ def _found(path: Any, name: str, models: dict[str, Any]) -> Path:
 
 
 def _verified_together(
-    directories: dict[str, Path], models: dict[str, Any], optimizers: dict[str, Any]
+    directories: dict[str, Path], models: dict[str, DeepSpeedEngine], optimizers: dict[str, Any]
 ) -> AbstractContextManager[None]:
     """Wrap the loading of models, and verify their checkpoints. A single model with an optimizer does so itself."""
     trained = [model for model in models.values() if not isinstance(model, PreparedModule)]
@@ -186,9 +187,9 @@ def _verified_together(
     return one_load(sources)
 
 
-def _is_loaded(optimizer: Any, optimizers: dict[str, Any]) -> bool:
+def _is_loaded(optimizer: object, optimizers: dict[str, Any]) -> bool:
     return any(each is optimizer for each in optimizers.values())
 
 
-def _directory(path: Any, name: str, models: dict[str, Any]) -> Path:
+def _directory(path: str | Path, name: str, models: dict[str, DeepSpeedEngine]) -> Path:
     return Path(path) if len(models) == 1 else Path(path) / name

@@ -18,7 +18,7 @@ from typing_extensions import override
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.frontend import StrategyArguments, ZeroSync
+from zerosync_strategy.frontend import DeepSpeedEngine, StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import contract
@@ -179,7 +179,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return engine, [zero_optimizer], *scheduler
 
     def _train(self, module: Module, optimizer: Optimizer, call: str, prepared: PreparedModule | None = None) -> Any:
-        def build() -> Any:
+        def build() -> DeepSpeedEngine:
             if prepared is not None:
                 prepared.stop_refusing()
             engine, zero_optimizer = self._make_engine(module, optimizer)

@@ -29,7 +29,7 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return rest, {key: value for key, value in checkpoint.items() if key not in _OF_TRAINING}
 
 
-def save(averaged: dict[str, Any] | None, directory: Any) -> None:
+def save(averaged: dict[str, Any] | None, directory: str | Path) -> None:
     """Write the average's file; if there is no average, remove the file of an earlier run."""
     path = Path(directory) / FILE
     if averaged is not None:
@@ -39,7 +39,7 @@ def save(averaged: dict[str, Any] | None, directory: Any) -> None:
         path.unlink()
 
 
-def load(directory: Any) -> dict[str, Any]:
+def load(directory: str | Path) -> dict[str, Any]:
     """Return the entries of Lightning's checkpoint from the average's file; empty without a file."""
     path = Path(directory) / FILE
     if not path.is_file():

@@ -190,7 +190,7 @@ def leave(trainer: Trainer) -> None:
                 restore(callback, layer)
 
 
-def _check_copy(callback: Any, pl_module: LightningModule) -> None:
+def _check_copy(callback: object, pl_module: LightningModule) -> None:
     if problem := copy_problem(pl_module):
         raise MisconfigurationException(f"{type(callback).__name__.removeprefix('ZeroSync')} {problem}")
 

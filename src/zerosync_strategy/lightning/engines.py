@@ -83,17 +83,17 @@ def _listed(indices: Sequence[int]) -> str:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def directory(checkpoint: Any, index: int) -> Path:
+def directory(checkpoint: str | Path, index: int) -> Path:
     """Return the directory to which the engine of optimizer ``index``, from 1, saves."""
     return Path(checkpoint) / f"optimizer_{index}"
 
 
-def count_saved(checkpoint: Any) -> int:
+def count_saved(checkpoint: str | Path) -> int:
     """Return the number of optimizers in a checkpoint."""
     return 1 + sum(1 for _ in Path(checkpoint).glob("optimizer_[0-9]*"))
 
 
-def remove_others(checkpoint: Any, engines: int) -> None:
+def remove_others(checkpoint: str | Path, engines: int) -> None:
     """Remove the directories of further optimizers that an earlier run with more than ``engines`` has saved."""
     for index in range(engines, count_saved(checkpoint)):
         shutil.rmtree(directory(checkpoint, index), ignore_errors=True)
@@ -126,7 +126,7 @@ def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict
         )
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: object) -> Any:
     return frontend.full_shape(value) if isinstance(value, torch.Tensor) else ()
 
 
@@ -168,7 +168,7 @@ class ShardedEvaluationOverrides(EvaluationOverrides):
 
 
 def verified_together(
-    zerosyncs: list[ZeroSync], path: Any, saved: int, options: ZeroSyncConfig, stage: int
+    zerosyncs: list[ZeroSync], path: str | Path, saved: int, options: ZeroSyncConfig, stage: int
 ) -> AbstractContextManager[None]:
     """Wrap the loading of the checkpoints of ``saved`` engines, and verify them. A single one in training does so."""
     if len(zerosyncs) == 1 or not Path(path).is_dir():

@@ -38,7 +38,7 @@ def overridden_hooks(trainer: Trainer) -> frozenset[str]:
     return frozenset(found)
 
 
-def overrides(target: Any, base: type, name: str) -> bool:
+def overrides(target: object, base: type, name: str) -> bool:
     """Return whether ``target`` overrides the method ``name`` of ``base``."""
     return getattr(getattr(target, name), "__func__", None) is not getattr(base, name)
 
@@ -80,7 +80,7 @@ def others_unchanged(zerosyncs: Sequence[ZeroSync], own: ZeroSync) -> Iterator[N
             )
 
 
-def _version(gradient: Any) -> int:
+def _version(gradient: torch.Tensor | None) -> int:
     return -1 if gradient is None else int(gradient._version)
 
 
@@ -188,7 +188,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
             _zerosync_of(optimizer).clip_next_step(float(clip_val))
 
 
-def _zerosync_of(optimizer: Any) -> ZeroSync:
+def _zerosync_of(optimizer: object) -> ZeroSync:
     zerosync = handle_of(optimizer)
     if zerosync is None:
         raise MisconfigurationException("Gradients can be clipped and stepped in Trainer.fit() only.")

@@ -17,7 +17,7 @@ from typing_extensions import override
 from zerosync_strategy import frontend
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import fetch, require
-from zerosync_strategy.frontend import StrategyArguments, ZeroSync
+from zerosync_strategy.frontend import DeepSpeedEngine, StrategyArguments, ZeroSync
 from zerosync_strategy.names import represent
 
 from . import averages, callbacks, contract
@@ -247,7 +247,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     ) -> Any:
         build_stock = super()._setup_model_and_optimizer
 
-        def build() -> Any:
+        def build() -> DeepSpeedEngine:
             engine, _ = build_stock(model, optimizer, lr_scheduler)
             if len(self._parts) > 1:
                 first = self.zerosyncs[0].engine if self.zerosyncs else engine

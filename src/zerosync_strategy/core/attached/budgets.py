@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import zero, zero3
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.stage12 import why_stock
 from zerosync_strategy.core.options import ZeroSyncConfig
@@ -49,7 +51,7 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
     return gauge.limit() - gauge.used(), torch.cuda.mem_get_info(device)[1]
 
 
-def bounded(engine: Any, config: ZeroSyncConfig, ranks: int) -> ZeroSyncConfig:
+def bounded(engine: DeepSpeedEngine, config: ZeroSyncConfig, ranks: int) -> ZeroSyncConfig:
     """Return ``config``, with ``coalesce=False`` if unreduced gradients would not fit. Collective on such devices.
 
     ``ranks``: that shard the gradients. An option that says what to keep is kept.
@@ -201,7 +203,7 @@ class AutomaticBudgets:
 
     def __init__(
         self, gauge: Gauge, limit: Callable[[], int], gathered: Callable[[], int], everything: int,
-        hold: Callable[[PeakMemory], Choice], process_group: Any,
+        hold: Callable[[PeakMemory], Choice], process_group: dist.ProcessGroup,
     ) -> None:  # fmt: skip
         self._gauge, self._limit, self._gathered, self._everything = gauge, limit, gathered, everything
         self._hold, self._process_group = hold, process_group
@@ -272,7 +274,7 @@ def check_limit(device: torch.device, config: ZeroSyncConfig) -> None:
 
 
 def automatic_budgets(
-    engine: Any, config: ZeroSyncConfig, reducer: Reducer, of_module: ModuleParameters | None
+    engine: DeepSpeedEngine, config: ZeroSyncConfig, reducer: Reducer, of_module: ModuleParameters | None
 ) -> AutomaticBudgets | None:
     """Return the automatic budgets, after :func:`check_limit`; ``None`` if no budget is automatic."""
     if not (config.parameters.automatic or config.gradients.automatic):

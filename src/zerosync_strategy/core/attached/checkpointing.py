@@ -49,7 +49,7 @@ def before_save(attached: AttachedEngine) -> None:
 
 
 @contextmanager
-def saving(attached: AttachedEngine, path: Any, tag: str, save_latest: bool) -> Iterator[bool]:
+def saving(attached: AttachedEngine, path: str | Path, tag: str, save_latest: bool) -> Iterator[bool]:
     """Around DeepSpeed's ``save_checkpoint``; yields whether DeepSpeed is to write the file ``latest``."""
     engine = attached.parts.engine
     before_save(attached)
@@ -76,7 +76,7 @@ def _of_every_format(attached: AttachedEngine) -> dict[str, Any]:
 
 
 def find(
-    attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool
+    attached: AttachedEngine, path: str | Path, tag: object, optimizer_states: bool
 ) -> tuple[str | None, type[Reader] | None]:
     """Return the verified tag that ``load_checkpoint`` loads, and who reads it; ``None``: DeepSpeed. Collective."""
     wait_for_save()
@@ -122,7 +122,7 @@ def _any_ranks(attached: AttachedEngine) -> bool:
 
 
 @contextmanager
-def loading(attached: AttachedEngine, path: Any) -> Iterator[None]:
+def loading(attached: AttachedEngine, path: str | Path) -> Iterator[None]:
     """Around DeepSpeed's ``load_checkpoint``."""
     engine = attached.parts.engine
     what = f"read the checkpoint in {path}"
@@ -148,7 +148,7 @@ def loading(attached: AttachedEngine, path: Any) -> Iterator[None]:
         together(what, loaded, lambda: "" if any(isinstance(each, NothingReplaced) for each in failed) else HALF_LOADED)
 
 
-def source_of(attached: AttachedEngine, path: Any, tag: Any, optimizer_states: bool) -> SavedCheckpoint:
+def source_of(attached: AttachedEngine, path: str | Path, tag: object, optimizer_states: bool) -> SavedCheckpoint:
     """Return what ``load_checkpoint`` with these arguments has to verify."""
     engine, any_ranks = attached.parts.engine, _any_ranks(attached)
     weights_in_shards = zero.stage(engine) == 3
@@ -168,7 +168,9 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         raise NothingReplaced(f"{frozen_left_out(next(iter(missing)))}. {NOTHING_LOADED}")
 
 
-def loaded(attached: AttachedEngine, path: Any, found: tuple[Any, Any], optimizer_states: bool) -> tuple[Any, Any]:
+def loaded(
+    attached: AttachedEngine, path: str | Path, found: tuple[Any, Any], optimizer_states: bool
+) -> tuple[Any, Any]:
     """Return what DeepSpeed's ``load_checkpoint`` has ``found``, without our entries, which are loaded."""
     _, state = found
     if state is None:
@@ -188,7 +190,7 @@ def take_last(attached: AttachedEngine, state: dict[str, Any]) -> None:
         attached.parts.window.last.load(last)
 
 
-def _warn_of_nothing_loaded(attached: AttachedEngine, path: Any) -> None:
+def _warn_of_nothing_loaded(attached: AttachedEngine, path: str | Path) -> None:
     """Warn that ``load_checkpoint`` has found no checkpoint in the directory."""
     if attached.parts.engine.global_rank == 0:
         warnings.warn(
@@ -227,7 +229,7 @@ def checkpointing(attached: AttachedEngine, what: str, stock: bool = True) -> It
 
 
 def save_distributed(
-    attached: AttachedEngine, path: Any, tag: str, said: dict[str, Any], save_latest: bool, exclude_frozen: bool
+    attached: AttachedEngine, path: str | Path, tag: str, said: dict[str, Any], save_latest: bool, exclude_frozen: bool
 ) -> bool:
     """Save the engine, as ``save_checkpoint`` does, with what the program has ``said`` as client state. Collective.
 
@@ -238,7 +240,7 @@ def save_distributed(
     part = DistributedSave(Path(path), tag, step, save_latest, config.checkpoint_background)
     with checkpointing(attached, part.what, stock=False), engine_save(part, verifiable=True), part.writing():
         part.content = Contents(attached).written(said | _of_every_format(attached), exclude_frozen)
-        if part.in_background:
+        if attached.parts.copies is not None:
             part.content = attached.parts.copies.of(part.content)
     return True
 
@@ -255,7 +257,7 @@ def bytes_to_copy(attached: AttachedEngine) -> int:
 
 
 def load_by_name(
-    attached: AttachedEngine, path: Any, tag: str, open_reader: type[Reader], strict: bool, states: bool,
+    attached: AttachedEngine, path: str | Path, tag: str, open_reader: type[Reader], strict: bool, states: bool,
     scheduler: bool, module_only: bool,
 ) -> tuple[str, dict[str, Any]]:  # fmt: skip
     """Load the verified ``tag`` by name; return its directory and the client state. Collective.

@@ -33,6 +33,7 @@ from zerosync_strategy.core.engine import engine_state, zero, zero3
 from zerosync_strategy.core.engine.compilation import plain_name
 from zerosync_strategy.core.engine.engine_state import FrozenStay
 from zerosync_strategy.core.failures.errors import frozen_left_out
+from zerosync_strategy.core.optimizer.masters import MasterPart
 from zerosync_strategy.core.optimizer.whole import WholeStepper
 
 _GROUPS = ("optimizer", "param_groups")
@@ -99,7 +100,7 @@ class Contents:
                 for key, value in _keyed(self._names[param], self._stepper.states_of(param)).items():
                     _put(content, key, value)
 
-    def _states_at(self, part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _states_at(self, part: MasterPart) -> tuple[dict[str, Any], dict[str, Any]]:
         if isinstance(self._stepper, WholeStepper):
             return {}, {}
         return self._stepper.states_at(part.param, part.number, self._flats[part.number])
@@ -131,7 +132,7 @@ class Contents:
         tied = {plain_name(name): self._names[param] for name, param in every if param in self._names}
         return {name: first for name, first in tied.items() if name != first}
 
-    def _untrained_pieces(self, param: Any, of_rank: bool) -> Iterator[Piece]:
+    def _untrained_pieces(self, param: torch.nn.Parameter, of_rank: bool) -> Iterator[Piece]:
         """Yield a parameter that the optimizer lacks: what this rank has of it, or with ``of_rank`` what it writes."""
         shape = zero3.full_shape(param)
         if zero3.is_sharded(param) and zero3.full_numel(param):
@@ -244,7 +245,7 @@ class Contents:
         """Give all ranks the parameters of the master weights that were read. Collective."""
         self._attached.stage.take_masters(self._untrained.values())
 
-    def _want_states(self, reader: Reader, wanted: dict[Key, list[Piece]]) -> dict[Any, dict[str, Any]]:
+    def _want_states(self, reader: Reader, wanted: dict[Key, list[Piece]]) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """Add the states by element to ``wanted``, in memory for them; return the others, by parameter."""
         of_names: dict[str, set[str]] = defaultdict(set)
         for key in reader.stored:
@@ -277,7 +278,7 @@ class Contents:
             for part in self._parts for name in [self._names[part.param]]
         }  # fmt: skip
 
-    def _set_states(self, reader: Reader, scalars: Mapping[Any, dict[str, Any]]) -> None:
+    def _set_states(self, reader: Reader, scalars: Mapping[torch.nn.Parameter, dict[str, Any]]) -> None:
         for group, options in zip(self._optimizer.param_groups, self._options(_saved_groups(reader)), strict=True):
             group.update(copy.deepcopy(options))
         group_of = {param: number for number, params in enumerate(self._masters.groups()) for param in params}
@@ -344,7 +345,7 @@ def weights_and_client_state(folder: Path, module: torch.nn.Module) -> tuple[dic
     return {here.get(str(key[1]), str(key[1])): reader.object(key) for key in names}, client_state(reader)
 
 
-def _piece(part: Any, values: torch.Tensor) -> Piece:
+def _piece(part: MasterPart, values: torch.Tensor) -> Piece:
     return Piece(zero3.full_shape(part.param), part.start, values.narrow(0, part.offset, part.numel))
 
 

@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.attached.budgets import automatic_budgets, bounded, check_limit
 from zerosync_strategy.core.attached.flat import FlatStage
@@ -36,16 +37,18 @@ from zerosync_strategy.core.attached.meter import PrintedReports, StepMeter, lab
 from zerosync_strategy.core.attached.sharded import ShardedStage
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.attached.statistics import RunningStatistics
-from zerosync_strategy.core.checkpoints.background import StagingMemory, step_begins, wait_for_save
+from zerosync_strategy.core.checkpoints import background
+from zerosync_strategy.core.checkpoints.background import StagingMemory, wait_for_save
 from zerosync_strategy.core.comm.collectives import is_native, share_timeout
 from zerosync_strategy.core.comm.journal import SentCounter, phase
 from zerosync_strategy.core.comm.nodes import Topology, messages_of
 from zerosync_strategy.core.engine import compilation, engine_state, param_functions, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model, leave_out_ranges
 from zerosync_strategy.core.engine.patches import interpose, replaced, restore
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.misused_gradients import LocalChanges
 from zerosync_strategy.core.failures.rank_state import Doing
-from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.failures.rank_status import Activity, rank_status
 from zerosync_strategy.core.gradients.compiled import CompiledGradients
 from zerosync_strategy.core.gradients.counts import LastBackward
 from zerosync_strategy.core.gradients.reducer import Reducer
@@ -81,7 +84,7 @@ class AttachedEngine:
 
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
 
-    def __init__(self, engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
+    def __init__(self, engine: DeepSpeedEngine, config: ZeroSyncConfig, whole: bool) -> None:
         # 1. What may raise on all ranks, before anything is changed.
         _check_options(engine, config, whole)
         reports = PrintedReports(config.report_every, config.report_file)
@@ -109,7 +112,8 @@ class AttachedEngine:
         # 5. Parameters: the stage, with master weights and stepper.
         self.parts = parts = Parts(
             engine, config, names, reducer, window, MasterWeights(shards.streams),
-            RunningStatistics(engine.module, group, counter), counter, StagingMemory(), self.activity, self.apart,
+            RunningStatistics.of(engine.module, group, counter), counter,
+            StagingMemory() if config.checkpoint_background else None, self.activity, self.apart,
         )  # fmt: skip
         self.stage: Stage
         if isinstance(shards, PerParamShards):
@@ -120,7 +124,7 @@ class AttachedEngine:
         stepper, of_module = self.stage.stepper, self.stage.of_module
         self.by_name = StatesByName(engine, stepper, names) if isinstance(stepper, WholeStepper) else None
         budgets = automatic_budgets(engine, config, reducer, of_module)
-        printed = reports if dist.get_rank() == 0 else None
+        printed = reports if reports.every and dist.get_rank() == 0 else None
         self.meter = StepMeter(parts, of_module, budgets, printed, observers, lambda: label_of(self, self.all))
         reducer.on_reduced += [observer.reduced for observer in observers]
         self.guards = Guards(parts)
@@ -207,13 +211,16 @@ class AttachedEngine:
                 yield
 
     def graph_begins(self) -> None:
-        self.guards.check_inference("backward()")
+        if self.guards.infers:
+            self.guards.refuse_in_inference("backward()")
         with self.stage.as_they_are():
             trains = self.guards.trains(
                 param for attached in AttachedEngine.all for param in attached.parts.reducer.params
             )
-            self.stage.graph_begins()
-        self.meter.forward_ended()
+            if self.stage.of_module is not None:
+                self.stage.of_module.cache.backward_begins()
+        if self.meter.budgets is not None:
+            self.meter.budgets.forward_ended()
         if trains:  # else the loss passes through to other engines
             self.parts.window.enter_graph()
 
@@ -232,24 +239,28 @@ class AttachedEngine:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around the ZeRO optimizer's own step."""
-        stage, window = self.stage, self.parts.window
-        step_begins()
+        stage, window, guards, budgets = self.stage, self.parts.window, self.guards, self.meter.budgets
+        if background.current is not None:
+            background.current.step_begins()
         self.guard_states()
         with self.activity(Doing.STEP), stage.as_they_are():
-            if window.state is not WindowState.CLOSED:
-                self.guards.check_every_gradient()
+            if guards.needs_every_gradient and window.state is not WindowState.CLOSED:
+                guards.check_every_gradient()
             with self.activity(Doing.REDUCTION), window.closing(stage.pass_issued):
-                self.guards.window_closed()
-                self.meter.step_begins()
+                if guards.needs_every_gradient:
+                    guards.window_closed()
+                if budgets is not None:
+                    budgets.step_begins()
                 stage.before_update()
             try:
-                with phase("step"), stage.updating(), self.stage.stepper.stepping():
+                with phase("step"), stage.updating(), stage.stepper.stepping():
                     yield
             finally:
-                self.stage.pending.restore_clip_norm()
+                stage.pending.restore_clip_norm()
                 stage.written(by_step=True)
             stage.after_update()
-            self.parts.statistics.share()
+            if self.parts.statistics is not None:
+                self.parts.statistics.share()
             self.meter.step_done()
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:
@@ -258,7 +269,8 @@ class AttachedEngine:
             switch()
             return
         call = f"optimizer.{mode}()"
-        self.guards.check_inference(call)
+        if self.guards.infers:
+            self.guards.refuse_in_inference(call)
         with self.apart("exchanged weights"), self.activity(call), self.stage.as_they_are():
             self.stage.change_masters(lambda: self.stage.stepper.change(switch))
             self.stage.written(by_step=False)
@@ -310,13 +322,13 @@ class AttachedEngine:
 
     def activity(self, what: object) -> AbstractContextManager[None]:
         """Around what may communicate (W4)."""
-        return self._rank_status.activity(what, self._position, self.meter)
+        return Activity(self._rank_status, what, self._position, self.meter)
 
     def _position(self) -> str:
         return f"{self.meter.steps} optimizer step(s) done, {self.parts.window.backwards} backward(s) since"
 
 
-def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
+def _check_options(engine: DeepSpeedEngine, config: ZeroSyncConfig, whole: bool) -> None:
     """Raise ``ValueError`` if options and engine do not fit."""
     if whole:
         StatesByName.check_options(engine)
@@ -327,7 +339,7 @@ def _check_options(engine: Any, config: ZeroSyncConfig, whole: bool) -> None:
     check_backends(zero.process_groups(engine), engine.device)
 
 
-def why_not_by_name(engine: Any) -> str:
+def why_not_by_name(engine: DeepSpeedEngine) -> str:
     """Return what of ``engine`` a checkpoint that any number of ranks reads cannot hold; empty if it can all."""
     why = engine_state.why_not_distributed(engine)
     if not why and any(dist.get_world_size(group) != dist.get_world_size() for group in zero.process_groups(engine)):
@@ -338,7 +350,7 @@ def why_not_by_name(engine: Any) -> str:
     return why
 
 
-def check_distributed(engine: Any) -> None:
+def check_distributed(engine: DeepSpeedEngine) -> None:
     """Raise ``ValueError`` if a distributed checkpoint cannot hold what ``engine`` has."""
     if why := why_not_by_name(engine):
         raise ValueError(
@@ -346,7 +358,7 @@ def check_distributed(engine: Any) -> None:
         )
 
 
-def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
+def check_backends(process_groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """Raise if a backend cannot send point to point from ``device``: gloo would read a device address as the host's."""
     for group in process_groups:
         if device.type != "cpu" and dist.get_world_size(group) > 1 and not is_native(group, device):
@@ -357,7 +369,7 @@ def check_backends(process_groups: Iterable[Any], device: torch.device) -> None:
             )
 
 
-def _patch_process(engine: Any) -> None:
+def _patch_process(engine: DeepSpeedEngine) -> None:
     """Install the patches of the process, until the last engine is detached (C2)."""
     patches.add_user(engine)
     zero.use_current_names()
@@ -368,7 +380,7 @@ def _patch_process(engine: Any) -> None:
         let_average()
 
 
-def _is_constant(param: Any) -> bool:
+def _is_constant(param: nn.Parameter) -> bool:
     return not param.requires_grad and not any(param in attached.guards.trained for attached in AttachedEngine.all)
 
 
@@ -377,6 +389,6 @@ def _restore(target: Any, layer: type) -> None:
     del target._zerosync_attached
 
 
-def _forget_handle(engine: Any) -> None:
+def _forget_handle(engine: DeepSpeedEngine) -> None:
     for owner in (engine, engine.optimizer):
         vars(owner).pop("_zerosync", None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+
+from torch import nn
 
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.engine import zero, zero3, zero12
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.stage12 import FlatShards
 from zerosync_strategy.core.optimizer.edits import WeightPair, restore_flat_parameters
@@ -38,7 +40,7 @@ class FlatStage(Stage):
         self._times_written = 0  # by steps and checkpoints
 
     @staticmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+    def check_options(engine: DeepSpeedEngine, config: ZeroSyncConfig) -> None:
         """Raise ``ValueError`` if an option is for another stage than that of ``engine``."""
         stage = zero.stage(engine)
         if config.parameters.keeps_any:
@@ -71,8 +73,15 @@ class FlatStage(Stage):
         if zero.offloads(self._optimizer):
             self._parts.reducer.norm.value()  # the host waits for it, and so for its copies of the gradients
 
+    def first_uses(self) -> None:
+        """None is gathered in a backward."""
+
+    def pass_issued(self) -> None:
+        """Nothing is compared."""
+
     @contextmanager
-    def gather_after_step(self) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
+        """The parameters that the step has updated are gathered by ours, and not by DeepSpeed."""
         try:
             with zero12.parameter_gather(self._optimizer, self.masters.give):
                 yield
@@ -82,7 +91,7 @@ class FlatStage(Stage):
 
     def after_update(self) -> None:
         self.states.check()
-        self._equal_masters()
+        self._parts.edits.stepped(self._stepped())
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -102,12 +111,8 @@ class FlatStage(Stage):
         change()
         self.take_masters(())
 
-    def take_masters(self, others: Iterable[Any]) -> None:
+    def take_masters(self, others: Iterable[nn.Parameter]) -> None:
         self.masters.give_changed()
-        self._equal_masters()
-
-    def _equal_masters(self) -> None:
-        """Note that parameters equal the master weights now; later differences are edits."""
         self._parts.edits.stepped(self._stepped())
 
     def _stepped(self) -> Iterator[WeightPair]:

@@ -21,6 +21,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.checkpoints.weight_files import WeightSpec, export
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.params.intercepted import Alias, Unsharded
 from zerosync_strategy.core.params.module_parameters import full_parameters
 
@@ -54,7 +55,7 @@ class FullWeights:
         self.module = own if module is None else module
         self._attached, self._dtype = attached, dtype
         scheduler = self._scheduler = attached.stage.scheduler
-        self._names: dict[Any, list[str]] = {}  # of each tensor; several if it is tied
+        self._names: dict[torch.Tensor, list[str]] = {}  # of each tensor; several if it is tied
         entries = self.module.state_dict(keep_vars=True) if entries is None else entries
         for name, tensor in entries.items():
             if not isinstance(tensor, torch.Tensor):
@@ -102,7 +103,7 @@ class FullWeights:
             plain = tensor.clone() if isinstance(tensor, (Alias, Unsharded)) else tensor.detach()
             yield from self._named(tensor, plain.to(self._converted(plain.dtype), copy=True))
 
-    def _named(self, tensor: Any, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named(self, tensor: torch.Tensor, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._names[tensor]:
             yield name, full
 
@@ -165,7 +166,7 @@ def load_full_state(attached: AttachedEngine, state: Mapping[str, torch.Tensor])
     zero3_optimizer.reload_master_weights(engine.optimizer)
 
 
-def _check_stage(engine: Any) -> None:
+def _check_stage(engine: DeepSpeedEngine) -> None:
     if zero.stage(engine) != 3:
         raise ValueError(
             f"full_state() and load_full_state() are for ZeRO stage 3, found stage {zero.stage(engine)},"
@@ -173,12 +174,12 @@ def _check_stage(engine: Any) -> None:
         )
 
 
-def _misfits(engine: Any, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _misfits(engine: DeepSpeedEngine, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
     for name, param in engine.module.named_parameters():
         found = tuple(state[name].shape) if name in state else None
         if _is_first(param) and found != zero3.full_shape(param):
             yield f"{name!r} of shape {zero3.full_shape(param)} on rank {dist.get_rank()}, where it found {found}."
 
 
-def _is_first(param: Any) -> bool:
+def _is_first(param: torch.nn.Parameter) -> bool:
     return dist.get_rank(zero3.process_group(param)) == 0

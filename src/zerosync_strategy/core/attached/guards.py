@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn
+
+from torch import nn
 
 from zerosync_strategy.core.attached.stage import Parts
 from zerosync_strategy.core.engine import zero
@@ -14,7 +16,7 @@ class Guards:
     """The contexts that one engine is in, and what it trained when it was attached.
 
     Attributes:
-        needs_every_gradient: DeepSpeed's ``"ignore_unused_parameters"`` is false.
+        needs_every_gradient: DeepSpeed's ``"ignore_unused_parameters"`` is false; else no step is checked for them.
         trained: the parameters of the optimizer.
         infers: the program is in ``gathered_for_inference()``.
         is_preparing: DeepSpeed prepares or ends a forward.
@@ -39,15 +41,15 @@ class Guards:
         finally:
             self._postponing.pop()
 
-    def check_inference(self, call: str) -> None:
-        if self.infers:
-            raise RuntimeError(
-                f"{call} was called inside of gathered_for_inference(), which releases parameters at its end. Call it"
-                " after the block."
-            )
+    def refuse_in_inference(self, call: str) -> NoReturn:
+        raise RuntimeError(
+            f"{call} was called inside of gathered_for_inference(), which releases parameters at its end. Call it after"
+            " the block."
+        )
 
     def check_step(self) -> None:
-        self.check_inference("engine.step()")
+        if self.infers:
+            self.refuse_in_inference("engine.step()")
         if self._postponing:
             raise RuntimeError(
                 f"engine.step() was called inside of engine.{self._postponing[-1]}, which postpones the reduction to"
@@ -58,9 +60,7 @@ class Guards:
             self.refuse_param_group()
 
     def check_every_gradient(self) -> None:
-        """Before a step, raise ``RuntimeError`` if a trainable parameter has had no gradient since the last one."""
-        if not self.needs_every_gradient:
-            return
+        """Raise ``RuntimeError`` if a trainable parameter has had no gradient since the last step."""
         missing = {each.param for each in self._gradients if each.param.requires_grad and not each.came}
         if names := [repr(name) for param, name in self._names.items() if param in missing]:
             raise RuntimeError(
@@ -70,9 +70,8 @@ class Guards:
             )
 
     def window_closed(self) -> None:
-        if self.needs_every_gradient:
-            for gradient in self._gradients:
-                gradient.came = False
+        for gradient in self._gradients:
+            gradient.came = False
 
     def refuse_param_group(self) -> None:
         raise ValueError(
@@ -82,7 +81,7 @@ class Guards:
             " Lightning, a BaseFinetuning callback may freeze them before.)"
         )
 
-    def trains(self, by_all: Iterator[Any]) -> bool:
+    def trains(self, by_all: Iterator[nn.Parameter]) -> bool:
         """Return whether a backward that begins may give a gradient to a parameter of the optimizer.
 
         Raise ``RuntimeError`` if a parameter requires a gradient that is not in ``by_all``, what all engines train.

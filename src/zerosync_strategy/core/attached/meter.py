@@ -21,7 +21,7 @@ _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_ho
 
 
 class PrintedReports:
-    """Logs a one-line report after every ``every`` optimizer steps, or appends it to a file. For one rank."""
+    """Logs a one-line report after every ``every`` optimizer steps, if not 0, or appends it to a file. For one rank."""
 
     def __init__(self, every: int, file: str | None) -> None:
         if said := os.environ.get(REPORT):
@@ -33,7 +33,7 @@ class PrintedReports:
 
     def note(self, step: int, line: Callable[[], str]) -> None:
         """Report the optimizer step number ``step``, from 1, if its turn has come; ``line`` returns the report."""
-        if not self.every or step % self.every:
+        if step % self.every:
             return
         if self._file is None:
             say(line())
@@ -48,6 +48,7 @@ class StepMeter:
     It also reports the engine's progress, even to another thread (``failures/rank_state.py``).
 
     Attributes:
+        budgets: the automatic ones; ``None``: no budget is automatic.
         parameter_bytes: by parameter, the bytes that one rank must send to give it to all ranks once; ``all_once``:
             their sum.
     """
@@ -57,19 +58,11 @@ class StepMeter:
         reports: PrintedReports | None, observers: Sequence[StepObserver], label: Callable[[], str],
     ) -> None:  # fmt: skip
         self._parts, self._of_module, self._counts_gathers = parts, of_module, True
-        self._budgets, self._reports, self._observers, self._label = budgets, reports, observers, label
+        self.budgets, self._reports, self._observers, self._label = budgets, reports, observers, label
         self.steps = 0
         self.report: StepReport | None = None
         self.parameter_bytes = parts.reducer.shards.parameters_floor()
         self.all_once = Sent(*map(sum, zip(*self.parameter_bytes.values(), strict=True)))
-
-    def forward_ended(self) -> None:
-        if self._budgets is not None:
-            self._budgets.forward_ended()
-
-    def step_begins(self) -> None:
-        if self._budgets is not None:
-            self._budgets.step_begins()
 
     def step_done(self) -> None:
         """Make the report of the optimizer step, print it if due, and reset the counts."""
@@ -93,9 +86,9 @@ class StepMeter:
             peak_unreduced_bytes=reducer.local.peak_bytes,
             seconds=window.seconds,
             collectives=counter.take(),
-            copied_bytes=self._parts.copies.nbytes,
+            copied_bytes=0 if self._parts.copies is None else self._parts.copies.nbytes,
             apart=counter.take_apart(),
-            budgets=None if self._budgets is None else self._budgets.choice,
+            budgets=None if self.budgets is None else self.budgets.choice,
             **(dict.fromkeys(_PEAKS, 0) if of_module is None else _peaks(of_module)),
             **observed,
         )
@@ -105,8 +98,8 @@ class StepMeter:
             of_module.scheduler.issuing.unsharded.reset_peak()
         if self._reports is not None:
             self._reports.note(report.step, lambda: report.line(self._label()))
-        if self._budgets is not None:
-            self._budgets.step_ended()
+        if self.budgets is not None:
+            self.budgets.step_ended()
 
     def compiling(self) -> None:
         """Stop counting gathers: DeepCompile's graphs do not count them."""

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.engine_state import FrozenStay
 from zerosync_strategy.core.engine.patches import ModeOverrides, Stock, replaced
+from zerosync_strategy.core.engine.types import Zero3Parameter
 
 
 class EngineOverrides(ModeOverrides):
@@ -46,19 +48,6 @@ class EngineOverrides(ModeOverrides):
         self._zerosync_attached.graph_begins()
         super()._backward_prologue()
         zero.expect_end(self)
-
-    # On ZeRO-3, DeepSpeed visits all modules before and after a forward, for hooks that are removed.
-
-    def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(self._zerosync_attached.guards, "is_preparing", True):
-            return super()._forward_prologue(*args, **kwargs)
-
-    def _forward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(self._zerosync_attached.guards, "is_preparing", True):
-            return super()._forward_epilogue(*args, **kwargs)
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return not self._zerosync_attached.guards.is_preparing and super().zero_optimization_partition_weights()
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: the window decides when to reduce, and the gradients' own hooks report to it."""
@@ -147,6 +136,21 @@ class EngineOverrides(ModeOverrides):
         self.destroy()
 
 
+class Stage3EngineOverrides(EngineOverrides):
+    """On ZeRO-3, DeepSpeed visits all modules before and after a forward, for hooks that are removed."""
+
+    def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced(self._zerosync_attached.guards, "is_preparing", True):
+            return super()._forward_prologue(*args, **kwargs)
+
+    def _forward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced(self._zerosync_attached.guards, "is_preparing", True):
+            return super()._forward_epilogue(*args, **kwargs)
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return not self._zerosync_attached.guards.is_preparing and super().zero_optimization_partition_weights()
+
+
 class OptimizerOverrides(Stock):
     """Overrides of a ZeRO optimizer on every stage."""
 
@@ -207,10 +211,6 @@ class Stage12Overrides(OptimizerOverrides):
     """Overrides of the optimizer of ZeRO-1 and ZeRO-2."""
 
     _zerosync_attached: Any  # whose stage is a FlatStage
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._zerosync_attached.stage.gather_after_step():
-            return super().step(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._zerosync_attached.stage.in_stock_layout()
@@ -280,8 +280,8 @@ class Stage3Overrides(OptimizerOverrides):
             super().zero_grad(*args, **kwargs)
 
     def _optimizer_step(self, sub_group_id: int) -> None:
-        if not self._zerosync_attached.stage.step_jointly(sub_group_id):
-            super()._optimizer_step(sub_group_id)
+        joint = self._zerosync_attached.stage.joint_step
+        super()._optimizer_step(sub_group_id) if joint is None else joint.ready(sub_group_id)
 
     def _partition_all_parameters(self) -> None:
         self._zerosync_attached.stage.release()
@@ -300,28 +300,32 @@ class Stage3Overrides(OptimizerOverrides):
     # DeepSpeed's functions safe_get_... and safe_set_... call these. In DeepSpeed, setting a full tensor fails on a
     # rank whose shard has padding.
 
-    def get_local_fp32_grad_for_param(self, param: Any) -> Any:
+    def get_local_fp32_grad_for_param(self, param: Zero3Parameter) -> Any:
         self._zerosync_attached.stage.pending.check_reduced("safe_get_local_grad()")
         return super().get_local_fp32_grad_for_param(param)
 
-    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_local_grad()")
         super().set_local_grad_for_param(value, param)
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_full_grad()")
         super().set_local_grad_for_param(zero3.shard_of(param, value), param)
 
-    def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[..., Any], param_list: list[Zero3Parameter]
+    ) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
-    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None) -> None:
         super().set_local_hp_param(zero3.shard_of(param, value), param, optim_state_key)
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None
+    ) -> None:
         super().set_local_hp_param(value, param, optim_state_key)
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)
@@ -347,44 +351,46 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def _clear_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: it keeps them."""
 
-    def get_full_hp_param(self, param: Any, optim_state_key: str | None = None) -> Any:
+    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:
             return super().get_full_hp_param(param)
         return self._zerosync_attached.stage.stepper.read_state(param, optim_state_key)
 
-    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
             super().set_full_hp_param(value, param)
         else:
             self._zerosync_attached.stage.stepper.write_state(param, value, optim_state_key)
 
-    def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Any:
+    def get_local_fp32_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Any:
         if optim_state_key is not None:
             _refuse_local("safe_get_local_optimizer_state()")
         return super().get_local_fp32_param(param)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
         if optim_state_key is not None:
             _refuse_local("safe_set_local_optimizer_state()")
         super().set_local_hp_param(value, param)
 
-    def get_fp32_grad_for_param(self, param: Any) -> torch.Tensor | None:
+    def get_fp32_grad_for_param(self, param: nn.Parameter) -> torch.Tensor | None:
         return self._zerosync_attached.stage.stepper.read_gradient(param) if param.requires_grad else None
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_full_grad()")
         self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
-    def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[..., Any], param_list: list[nn.Parameter]
+    ) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         for param in param_list:
             value = update_func(self._zerosync_attached.stage.stepper.read_gradient(param), param)
             self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
-    def get_local_fp32_grad_for_param(self, param: Any) -> NoReturn:
+    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> NoReturn:
         _refuse_local("safe_get_local_grad()")
 
-    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> NoReturn:
+    def set_local_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> NoReturn:
         _refuse_local("safe_set_local_grad()")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.attached.stage import Parts, Stage
 from zerosync_strategy.core.comm.nodes import Messages, Topology
@@ -23,6 +23,7 @@ from zerosync_strategy.core.engine.hooks import drop_functions
 from zerosync_strategy.core.engine.parameter import CONTEXT, record_of
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.transformers import nothing_is_sharded
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
@@ -54,15 +55,18 @@ class ShardedStage(Stage):
     All engines of the module share ``of_module``. ``is_constant`` returns whether no optimizer trains a parameter.
 
     Attributes:
+        joint_step: steps all sub-groups with the last one; ``None``: each steps by itself.
         is_compiled: DeepCompile's graphs gather.
     """
+
+    as_they_are = staticmethod(zero3.as_it_is)
 
     of_module: ModuleParameters
     scheduler: GatherScheduler
 
     def __init__(
         self, parts: Parts, shards: PerParamShards, whole: bool, messages: Messages, topology: Topology,
-        is_constant: Callable[[Any], bool],
+        is_constant: Callable[[nn.Parameter], bool],
     ) -> None:  # fmt: skip
         engine, config, reducer = parts.engine, parts.config, parts.reducer
         self._parts, self._optimizer = parts, engine.optimizer
@@ -76,17 +80,18 @@ class ShardedStage(Stage):
         self.of_module, self.pending = of_module, PendingGradients(*parts.of_pending)
         self._trained = [param._zerosync_record for param in parts.reducer.params]
         self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units
+        self.updating = self.cache.stepping
         self.is_compiled = False
         of_module.scheduler.in_backward.append(parts.window.reaches_unit)
         of_module.scheduler.issuing.begun.append(parts.reducer.pipeline.begun)
         self._count = of_module.scheduler.issuing.count
         self._count.counter.take()  # another engine of the module: what DeepSpeed has gathered to build this one
         self._count.counter = parts.counter
-        self._joint_step = zero3_optimizer.JointStep(self._optimizer) if _needs_one_call(parts.engine) else None
+        self.joint_step = zero3_optimizer.JointStep(self._optimizer) if _needs_one_call(parts.engine) else None
         self._restore_buffers = zero3_optimizer.free_reduction_buffers(self._optimizer)
 
     @staticmethod
-    def check_options(engine: Any, config: ZeroSyncConfig) -> None:
+    def check_options(engine: DeepSpeedEngine, config: ZeroSyncConfig) -> None:
         """Raise ``ValueError`` if options, configuration and optimizer do not fit."""
         if (size := engine.zero_hpz_partition_size()) > 1 and config.parameters.node != 0:
             raise ValueError(
@@ -136,9 +141,6 @@ class ShardedStage(Stage):
                 raise RuntimeError(f"{error}\n{_BEGINS_INSIDE}") from error
             raise
 
-    def graph_begins(self) -> None:
-        self.cache.backward_begins()
-
     def backward_begins(self, opens: bool) -> None:
         self.stepper.backward_begins(opens)
         self._count.counter = self._parts.counter
@@ -159,27 +161,14 @@ class ShardedStage(Stage):
         self.adopt_edits()
         self.of_module.values.begin_step(self._trained)
 
-    def updating(self) -> AbstractContextManager[None]:
-        return self.cache.stepping()
-
-    def step_jointly(self, index: int) -> bool:
-        """Take sub-group ``index``, and with the last one, step all; return ``False`` if each is to step by itself."""
-        if self._joint_step is None:
-            return False
-        self._joint_step.ready(index)
-        return True
-
     def after_update(self) -> None:
-        self._equal_masters()
+        self._parts.edits.stepped(zero3_optimizer.weights(self._optimizer))
 
     def release(self) -> None:
         """Reshard the optimizer's parameters, before a step or a checkpoint."""
         self.of_module.release(self._optimizer.module)
 
     # ---- weights -------------------------------------------------------------------------------------------------
-
-    def as_they_are(self) -> AbstractContextManager[None]:
-        return zero3.as_it_is()
 
     def written(self, by_step: bool) -> None:
         self.of_module.written(by_step)
@@ -192,10 +181,6 @@ class ShardedStage(Stage):
         write_gathered_to_shards(self._parts.reducer.params, self._parts.names)
         self._parts.edits.adopt(zero3_optimizer.weights(self._optimizer))
 
-    def _equal_masters(self) -> None:
-        """Note that shards equal the master weights now; later differences are edits."""
-        self._parts.edits.stepped(zero3_optimizer.weights(self._optimizer))
-
     def change_masters(self, change: Callable[[], None]) -> None:
         if any(record_of(param).bits & CONTEXT for param in self._parts.reducer.params):
             raise RuntimeError(
@@ -206,10 +191,10 @@ class ShardedStage(Stage):
         change()
         self.take_masters(())
 
-    def take_masters(self, others: Iterable[Any]) -> None:
+    def take_masters(self, others: Iterable[nn.Parameter]) -> None:
         zero3_optimizer.take_all_master_weights(self._optimizer)
         zero3_optimizer.shards_written(param for param in others if zero3.is_sharded(param))
-        self._equal_masters()
+        self._parts.edits.stepped(zero3_optimizer.weights(self._optimizer))
 
     def before_save(self) -> None:
         self.scheduler.before_checkpoint()
@@ -266,7 +251,7 @@ class ShardedStage(Stage):
             self._restore_buffers()
 
 
-def _needs_one_call(engine: Any) -> bool:
+def _needs_one_call(engine: DeepSpeedEngine) -> bool:
     """Return whether one call of the torch optimizer must step all sub-groups, instead of one call each."""
     groups = zero3_optimizer.param_groups(engine.optimizer)
     return len(groups) > 1 and not counts_by_tensor(zero.stepping_optimizer(engine))

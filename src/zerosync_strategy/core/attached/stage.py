@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.checkpoints.background import StagingMemory
 from zerosync_strategy.core.comm.journal import SentCounter
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.gradients.reducer import Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.optimizer.edits import MasterWeights
@@ -25,6 +26,9 @@ from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.module_parameters import ModuleParameters
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
+Around = Callable[[], AbstractContextManager[None]]
+"""Makes a context around something; ``nullcontext`` where a stage has nothing to do there."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -33,27 +37,27 @@ class Parts:
     Attributes:
         names: of the module's parameters.
         edits: finds what the program has written to parameters, for the master weights.
-        statistics: of BatchNorm and the like, alike on all ranks after a step.
+        statistics: of BatchNorm and the like, alike on all ranks after a step; ``None``: the module has none.
         counter: of what the engine sends.
-        copies: of what checkpoints in the background have.
+        copies: of what checkpoints in the background have; ``None``: they are written at once.
         activity: a context around what may communicate (W4).
         apart: a context around traffic that is not the step's.
     """
 
-    engine: Any
+    engine: DeepSpeedEngine
     config: ZeroSyncConfig
-    names: dict[Any, str]
+    names: dict[nn.Parameter, str]
     reducer: Reducer
     window: Window
     edits: MasterWeights
-    statistics: RunningStatistics
+    statistics: RunningStatistics | None
     counter: SentCounter
-    copies: StagingMemory
+    copies: StagingMemory | None
     activity: Section
     apart: Section
 
     @property
-    def of_pending(self) -> tuple[Any, Reducer, Window, Section, Section]:
+    def of_pending(self) -> tuple[DeepSpeedEngine, Reducer, Window, Section, Section]:
         """What :class:`PendingGradients` is made of."""
         return self.engine, self.reducer, self.window, self.activity, self.apart
 
@@ -84,23 +88,20 @@ class Stage(ABC):
     def forward(self) -> AbstractContextManager[None]:
         """Around a forward."""
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Around ``engine.backward``."""
-        return nullcontext()
-
-    def graph_begins(self) -> None:
-        """Called inside an autograd graph, before the first gradient."""
+    backward: Around = nullcontext
+    """Around ``engine.backward``."""
 
     @abstractmethod
     def backward_begins(self, opens: bool) -> None:
         """Called when a backward of the window begins; ``opens``: it is the first."""
 
+    @abstractmethod
     def first_uses(self) -> Mapping[int, int] | None:
         """Return when the forward first used each parameter; ``None`` if the backward gathers none on its way."""
-        return None
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def pass_issued(self) -> None:
         """Called in a step, when all gradients are being reduced, before the norm."""
 
@@ -108,9 +109,8 @@ class Stage(ABC):
     def before_update(self) -> None:
         """Called after gradients have been reduced, before the optimizer steps."""
 
-    def updating(self) -> AbstractContextManager[None]:
-        """Around the optimizer's step."""
-        return nullcontext()
+    updating: Around
+    """Around the optimizer's step."""
 
     @abstractmethod
     def after_update(self) -> None:
@@ -118,9 +118,8 @@ class Stage(ABC):
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def as_they_are(self) -> AbstractContextManager[None]:
-        """Around DeepSpeed's own work on parameters: its reads do not unshard them."""
-        return nullcontext()
+    as_they_are: Around = nullcontext
+    """Around DeepSpeed's own work on parameters: its reads do not unshard them."""
 
     @abstractmethod
     def written(self, by_step: bool) -> None:
@@ -139,7 +138,7 @@ class Stage(ABC):
         """Let ``change`` change the master weights, and give all ranks the resulting parameters. Collective."""
 
     @abstractmethod
-    def take_masters(self, others: Iterable[Any]) -> None:
+    def take_masters(self, others: Iterable[nn.Parameter]) -> None:
         """Give all ranks the parameters of master weights that were loaded. Collective.
 
         ``others``: parameters that the optimizer lacks, of which this rank's part was loaded.
@@ -163,9 +162,8 @@ class Stage(ABC):
 
     # ---- other events, and the end -------------------------------------------------------------------------------
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Around what a call of the program's to this engine gathers, of several engines of a module."""
-        return nullcontext()
+    reading: Around = nullcontext
+    """Around what a call of the program's to this engine gathers, of several engines of a module."""
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -8,11 +8,12 @@ left to the program, which may keep something of each rank in them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.comm.collectives import note_launch
 from zerosync_strategy.core.comm.journal import SentCounter
@@ -25,30 +26,34 @@ _LABEL = "the broadcast of running statistics"
 
 
 class RunningStatistics:
-    """The running statistics of the layers of ``module``, whose first rank in ``process_group`` gives them to all.
+    """The running statistics of ``layers``, which the first rank of ``process_group`` gives to all."""
 
-    Layers with parameters that not all ranks share, as in experts, are left out.
-    """
+    def __init__(self, layers: Sequence[nn.Module], process_group: ProcessGroup, counter: SentCounter) -> None:
+        self._layers, self._group, self._counter = layers, process_group, counter
 
-    def __init__(self, module: nn.Module, process_group: Any, counter: SentCounter) -> None:
+    @classmethod
+    def of(cls, module: nn.Module, process_group: ProcessGroup, counter: SentCounter) -> RunningStatistics | None:
+        """Return those of ``module``; ``None`` if there are none to share.
+
+        Layers with parameters that not all ranks share, as in experts, are left out.
+        """
         from deepspeed.moe.utils import is_moe_param
 
-        self._group, self._counter = process_group, counter
-        layers = [] if dist.get_world_size(process_group) == 1 else module.modules()
-        self._layers = [
+        layers = [
             each
-            for each in layers
+            for each in module.modules()
             if isinstance(each, _LAYERS)
             and not any(is_moe_param(param) or zero3.has_own_group(param) for param in each.parameters())
         ]
+        return cls(layers, process_group, counter) if layers and dist.get_world_size(process_group) > 1 else None
 
     @for_training
     @torch.no_grad()
     def share(self) -> None:
-        """Give all ranks the statistics of the first. Collective, if there are any."""
+        """Give all ranks the statistics of the first. Collective."""
         from deepspeed import comm
 
-        by_kind: dict[Any, list[torch.Tensor]] = {}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for buffer in (buffer for layer in self._layers for buffer in layer.buffers(recurse=False)):
             by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         for (_, device), buffers in by_kind.items():

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from zerosync_strategy.core.checkpoints.dcp import Content, Key, Piece
 from zerosync_strategy.core.comm.collectives import timeout_of
+from zerosync_strategy.core.engine.types import Store
 from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError, in_words
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.failures.words import ranks_text
@@ -70,7 +71,7 @@ class Job(Protocol):
 @dataclass
 class _Pending:
     job: Job
-    store: Any
+    store: Store
     ended: Future[str]
     """The text of its error; empty: it is complete."""
     steps: int = 0
@@ -82,7 +83,7 @@ class _Pending:
 class Background:
     """Completes one save at a time, in a thread of this rank. The methods are called on all ranks alike."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._rank, self._ranks, self._patience = rank, world_size, timeout_of(None).total_seconds() / 2
         self._status = rank_status()  # the program may destroy the process group before a save has ended
         self._hosted = store  # it may be hosted here: kept until the end
@@ -142,13 +143,13 @@ class Background:
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
-    def _run(self, job: Job, store: Any) -> str:
+    def _run(self, job: Job, store: Store) -> str:
         try:
             return self._complete(job, store)
         except Exception as error:  # of the store: other ranks have ended
             return in_words(error)
 
-    def _complete(self, job: Job, store: Any) -> str:
+    def _complete(self, job: Job, store: Store) -> str:
         try:
             job.complete()
         except Exception as error:
@@ -175,7 +176,7 @@ class Background:
             time.sleep(0.01)
         return text
 
-    def _await(self, store: Any, key: str, whom: Callable[[], Sequence[int]], job: Job) -> str:
+    def _await(self, store: Store, key: str, whom: Callable[[], Sequence[int]], job: Job) -> str:
         """Wait for ``key``. Return what is wrong if the ranks ``whom`` write nothing for longer than the patience."""
         pause, looked = 0.01, time.monotonic()
         written: dict[int, int] = {}
@@ -192,38 +193,34 @@ class Background:
         return ""
 
 
-_current: tuple[Callable[[], Any], Background] | None = None  # with a weak reference to its process group
+current: Background | None = None
+"""That of this process; ``None``: it has saved nothing in the background."""
+_group: Any = None  # a weak reference to the process group of the current one
 
 
 def background() -> Background:
     """Return the background of this process in its default process group."""
-    global _current
+    global current, _group
     group = dist.distributed_c10d._get_default_group()
-    if _current is None or _current[0]() is not group:
+    if current is None or _group() is not group:
         wait_for_save()  # of an earlier group
-        made = Background(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-        _current = weakref.ref(group), made
-    return _current[1]
-
-
-def step_begins() -> None:
-    """Raise a ``CheckpointError``, on all ranks in the same step, if a save in the background has failed."""
-    if _current is not None:
-        _current[1].step_begins()
+        current = Background(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+        _group = weakref.ref(group)
+    return current
 
 
 def after_save(then: Callable[[], None]) -> None:
     """Call ``then`` after the pending save is complete, and not if it fails; now, if none is pending."""
-    if _current is None:
+    if current is None:
         then()
     else:
-        _current[1].after(then)
+        current.after(then)
 
 
 def wait_for_save() -> None:
     """Wait until no save is pending, without a process group, too; raise if it has failed."""
-    if _current is not None:
-        _current[1].wait()
+    if current is not None:
+        current.wait()
 
 
 _ALIGNMENT = 64

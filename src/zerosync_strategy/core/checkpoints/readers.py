@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from zerosync_strategy.core.checkpoints.dcp import Box, Key, Piece, Sizes, text_of
@@ -27,6 +27,10 @@ class Stored(NamedTuple):
 
     dtype: torch.dtype | None
     shape: Sizes
+
+
+_Needed = tuple[_StorageInfo, str, list[tuple[torch.Tensor, tuple[slice, ...]]]]
+"""The place of a stored box, its tensor's name, and where which parts of it go."""
 
 
 class DCPReader:
@@ -71,7 +75,7 @@ class DCPReader:
                     for target, source in parts:
                         target.copy_(stored[source])
 
-    def _needed(self, wanted: dict[Key, list[Piece]]) -> Iterator[tuple[Any, str, list[tuple[torch.Tensor, Any]]]]:
+    def _needed(self, wanted: dict[Key, list[Piece]]) -> Iterator[_Needed]:
         """Yield the stored boxes that are needed: place, name, and which parts of it go where."""
         for key, pieces in wanted.items():
             name = text_of(key)
@@ -82,7 +86,7 @@ class DCPReader:
                 if parts:
                     yield self._metadata.storage_data[MetadataIndex(name, chunk.offsets)], name, parts
 
-    def _load(self, file: BinaryIO, place: Any, name: str, weights_only: bool) -> Any:
+    def _load(self, file: BinaryIO, place: _StorageInfo, name: str, weights_only: bool) -> Any:
         if place.transform_descriptors:
             raise DamageError(f"{name!r} is stored with the extensions {place.transform_descriptors}")
         file.seek(place.offset)

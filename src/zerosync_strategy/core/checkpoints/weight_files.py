@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.comm.collectives import gather_objects
 from zerosync_strategy.core.engine.zero import in_chunks
@@ -47,7 +48,7 @@ class WeightSpec(NamedTuple):
 
 def export(
     weights: Iterable[tuple[str, torch.Tensor]], specs: Sequence[WeightSpec], directory: Path, max_shard_bytes: int,
-    process_group: Any, module: Any, dtype: torch.dtype | None,
+    process_group: ProcessGroup, module: torch.nn.Module, dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
     """Write ``weights``, of ``module``, on the first rank of ``process_group``. Collective over all its ranks.
 

@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_timeout
 
-from zerosync_strategy.core.comm.journal import Exchange, SentCounter, Waiting, issue, launched
+from zerosync_strategy.core.comm.journal import Exchange, Message, SentCounter, Waiting, issue, launched
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.patches import replaced
+from zerosync_strategy.core.engine.types import Work
 
-Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """Returns a flat tensor of so many elements, with any values."""
-
-
-def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a flat tensor with any values."""
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 class InFlight:
@@ -47,7 +45,7 @@ class InFlight:
     """
 
     def __init__(
-        self, works: Sequence[Any], finish: Callable[[], Any], alive: Any = None, timeout: timedelta | None = None,
+        self, works: Sequence[Work], finish: Callable[[], Any], alive: object = None, timeout: timedelta | None = None,
         label: str = "", exchange: Exchange | None = None,
     ) -> None:  # fmt: skip
         self._works, self._finish, self._alive = works, finish, alive
@@ -88,12 +86,12 @@ class InFlight:
         return all(work.is_completed() for work in self._works)
 
 
-def is_native(process_group: Any, device: torch.device) -> bool:
+def is_native(process_group: ProcessGroup | None, device: torch.device) -> bool:
     """Return whether the backend of ``process_group`` for tensors on ``device`` has a reduce-scatter of its own."""
-    return backend_for(process_group, device.type) not in ("gloo", None)
+    return _backends(dist.get_backend_config(process_group)).get(device.type) not in ("gloo", None)
 
 
-def backend_for(process_group: Any, device_type: str) -> str | None:
+def backend_for(process_group: ProcessGroup | None, device_type: str) -> str | None:
     """Return the backend of ``process_group`` for tensors on devices of a type, if it has one."""
     return _backends(dist.get_backend_config(process_group)).get(device_type)
 
@@ -117,11 +115,11 @@ class Summing(NamedTuple):
     counter: SentCounter
     ordered: bool = False
     tag: int = 0
-    empty: Allocate = allocate
+    empty: Allocate = lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
     label: str = ""
 
 
-def reduce_scatter(rows: torch.Tensor, process_group: Any, how: Summing, out: torch.Tensor | None = None) -> InFlight:
+def reduce_scatter(rows: Tensor, process_group: ProcessGroup, how: Summing, out: Tensor | None = None) -> InFlight:
     """Sum over the ranks of ``process_group``; rank r receives the sum of row r.
 
     In a fixed order, and off NCCL, each rank receives its row from every rank and adds them up.
@@ -157,17 +155,17 @@ def reduce_scatter(rows: torch.Tensor, process_group: Any, how: Summing, out: to
 
 
 def all_reduce(
-    tensor: torch.Tensor, process_group: Any, counter: SentCounter, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+    tensor: Tensor, group: ProcessGroup, counter: SentCounter, op: Any = dist.ReduceOp.SUM, async_op: bool = False
 ) -> Any:  # fmt: skip
-    """Reduce ``tensor`` over the ranks of ``process_group``, in place; return the work, if asynchronous."""
+    """Reduce ``tensor`` over the ranks of ``group``, in place; return the work, if asynchronous."""
     from deepspeed import comm
 
-    counter.add("all_reduce", tensor.nbytes, process_group)
-    return comm.all_reduce(tensor, op, process_group, async_op)
+    counter.add("all_reduce", tensor.nbytes, group)
+    return comm.all_reduce(tensor, op, group, async_op)
 
 
 def all_gather(
-    rows: torch.Tensor, process_group: Any, counter: SentCounter, tag: int = 0, label: object = ""
+    rows: Tensor, process_group: ProcessGroup, counter: SentCounter, tag: int = 0, label: object = ""
 ) -> InFlight:  # fmt: skip
     """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th; return this rank's.
 
@@ -187,7 +185,7 @@ def all_gather(
     return InFlight([work], lambda: own)
 
 
-def note_launch(process_group: Any, device: torch.device, label: object) -> None:
+def note_launch(process_group: ProcessGroup | None, device: torch.device, label: object) -> None:
     """A collective was launched: on NCCL torch's flight recorder has its number, for which errors have ``label``."""
     if backend_for(process_group, device.type) == "nccl":
         group: Any = dist.group.WORLD if process_group is None else process_group
@@ -197,13 +195,13 @@ def note_launch(process_group: Any, device: torch.device, label: object) -> None
 
 
 @contextmanager
-def grouped(process_group: Any, device: torch.device, label: object) -> Iterator[list[Any]]:
+def grouped(process_group: ProcessGroup, device: torch.device, label: object) -> Iterator[list[Work]]:
     """Launch the collectives issued inside as one group on NCCL, which may then run them side by side.
 
     The caller appends their works to the list that this yields, and waits for what is in it afterwards: on NCCL the one
     work of the group, in their place, unless nothing was launched.
     """
-    works: list[Any] = []
+    works: list[Work] = []
     if backend_for(process_group, device.type) != "nccl":
         yield works
         return
@@ -220,14 +218,14 @@ def grouped(process_group: Any, device: torch.device, label: object) -> Iterator
         note_launch(process_group, device, label)
 
 
-def gather_objects(value: Any, process_group: Any) -> list[Any]:
+def gather_objects(value: Any, process_group: ProcessGroup | None) -> list[Any]:
     """Return the ``value`` of every rank of ``process_group``, by rank. Pickled: for small and rare messages."""
     values: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(values, value, group=process_group)
     return values
 
 
-def broadcast_object(value: Any, rank: int, process_group: Any) -> Any:
+def broadcast_object(value: Any, rank: int, process_group: ProcessGroup | None) -> Any:
     """Return the ``value`` of the rank that ``process_group`` counts as ``rank``. Pickled: for rare messages."""
     values = [value if dist.get_rank(process_group) == rank else None]
     source = rank if process_group is None else dist.get_global_rank(process_group, rank)
@@ -240,26 +238,26 @@ def digest(text: str) -> list[int]:
     return list(struct.unpack("<4q", hashlib.sha256(text.encode()).digest()))
 
 
-def is_alike(words: Sequence[int], process_group: Any) -> bool:
+def is_alike(words: Sequence[int], process_group: ProcessGroup | None) -> bool:
     """Return whether all ranks of ``process_group`` have the same ``words`` of 64 bits. The same on every rank."""
     extremes = largest([*words, *(~word for word in words)], process_group)
     return all(most == ~of_complements for most, of_complements in zip(extremes, extremes[len(words) :], strict=False))
 
 
-def largest(words: Sequence[int], process_group: Any) -> list[int]:
+def largest(words: Sequence[int], process_group: ProcessGroup | None) -> list[int]:
     """Return the largest of each of ``words`` of 64 bits, as many on every rank of ``process_group``."""
     found = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=process_group)
     return found.tolist()
 
 
-def new_name(process_group: Any) -> str:
+def new_name(process_group: ProcessGroup) -> str:
     """Return a name that no other has, the same on all ranks of ``process_group``, whatever each did before."""
     (number,) = largest([secrets.randbits(62)], process_group)
     return f"{number:x}"
 
 
-def gather_words(words: Sequence[int], process_group: Any) -> list[list[int]]:
+def gather_words(words: Sequence[int], process_group: ProcessGroup | None) -> list[list[int]]:
     """Return the ``words`` of 64 bits, as many on every rank, of all ranks of ``process_group``."""
     own = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
     received = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
@@ -267,20 +265,20 @@ def gather_words(words: Sequence[int], process_group: Any) -> list[list[int]]:
     return torch.stack(received).tolist()
 
 
-def _device_of(process_group: Any) -> torch.device:
+def _device_of(process_group: ProcessGroup | None) -> torch.device:
     """Return where tensors for ``process_group`` may be: on the CPU if it has a backend for it."""
     group: Any = process_group or dist.group.WORLD
     return torch.device("cpu") if torch.device("cpu") in group._device_types else group._device_types[0]
 
 
-def timeout_of(process_group: Any) -> timedelta:
+def timeout_of(process_group: ProcessGroup | None) -> timedelta:
     """Return the timeout of ``process_group``; torch's default where its backend knows none."""
     group: Any = dist.group.WORLD if process_group is None else process_group
     options = group._get_backend(group._device_types[0]).options
     return _get_default_timeout(dist.Backend(dist.get_backend(process_group))) if options is None else options._timeout
 
 
-def share_timeout(process_groups: Iterable[Any]) -> None:
+def share_timeout(process_groups: Iterable[ProcessGroup]) -> None:
     """Give groups that have torch's default timeout, as those that DeepSpeed makes, the default group's.
 
     That is the one that users set. Torch's default is 30 minutes, or 10 on NCCL.
@@ -294,7 +292,7 @@ def share_timeout(process_groups: Iterable[Any]) -> None:
             set_timeout(of_users, process_group)
 
 
-def new_group(ranks: Sequence[int], like: Any, device: torch.device, is_first: bool = False) -> Any:
+def new_group(ranks: Sequence[int], like: ProcessGroup, device: torch.device, is_first: bool = False) -> ProcessGroup:
     """Make a process group of these global ranks for tensors on ``device``, with the timeout of the group ``like``.
 
     Collective among all ranks of ``like``; the groups of one call are disjoint. ``is_first``: NCCL runs its kernels
@@ -317,13 +315,9 @@ def new_group(ranks: Sequence[int], like: Any, device: torch.device, is_first: b
         return dist.new_group(list(ranks), timeout_of(like), backend, options, use_local_synchronization=True)
 
 
-Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
-"""A rank of a process group, what is sent to it, and what is received from it, in order."""
-
-
 def exchange(
-    messages: Sequence[Message], process_group: Any, counter: SentCounter, tag: int, label: str,
-    finish: Callable[[], torch.Tensor],
+    messages: Sequence[Message], process_group: ProcessGroup, counter: SentCounter, tag: int, label: str,
+    finish: Callable[[], Tensor],
 ) -> InFlight:  # fmt: skip
     """Exchange messages with other ranks; ``finish`` returns the result."""
     counter.add_messages(messages, process_group)
@@ -332,8 +326,8 @@ def exchange(
 
 
 def sum_messages(
-    sent: Mapping[int, torch.Tensor], own: torch.Tensor, ranks: Sequence[int], process_group: Any, how: Summing,
-    out: torch.Tensor | None,
+    sent: Mapping[int, Tensor], own: Tensor, ranks: Sequence[int], process_group: ProcessGroup, how: Summing,
+    out: Tensor | None,
 ) -> InFlight:  # fmt: skip
     """Give each of ``ranks`` what is ``sent`` to it; the result is the sum of what this rank is given, in their order.
 
@@ -356,9 +350,11 @@ def sum_messages(
     return exchange(messages, process_group, how.counter, how.tag, how.label, lambda: sum_in_order(gathered, out))
 
 
-def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, messenger: Any = None) -> list[Any]:
+def send_and_receive(
+    messages: Iterable[Message], process_group: ProcessGroup, tag: int, messenger: Any = None
+) -> list[Work]:
     """Begin to exchange messages, without those of no elements. DeepSpeed's messenger, the default, logs them."""
-    works: list[Any] = []
+    works: list[Work] = []
     messenger = messenger or zero.messenger()
     for peer, sent, received in messages:
         rank = dist.get_global_rank(process_group, peer)
@@ -367,11 +363,11 @@ def send_and_receive(messages: Iterable[Message], process_group: Any, tag: int, 
     return works
 
 
-def _flat(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+def _flat(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor,) if tensor.dim() == 1 else tensor.unbind(0)
 
 
-def sum_in_order(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torch.Tensor:
+def sum_in_order(rows: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """Return the sum of ``rows`` in fp32, in their order, the same in every run; in ``out`` if that is fp32."""
     if len(rows) == 1:
         return rows[0].float()
@@ -387,7 +383,7 @@ def sum_in_order(rows: Sequence[torch.Tensor], out: torch.Tensor | None) -> torc
     return total
 
 
-def tree_sum(rows: torch.Tensor) -> torch.Tensor:
+def tree_sum(rows: Tensor) -> Tensor:
     """Return the sum of ``rows`` in fp32, in an order that their number alone decides, in log2(W) additions.
 
     ``rows`` are written to if they are in fp32, or else one copy of them is.

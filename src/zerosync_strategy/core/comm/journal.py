@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.engine.patches import replaced
 
@@ -46,7 +47,9 @@ class Traffic:
         return Traffic(self.calls + other.calls, self.bytes + other.bytes, self.between + other.between)
 
 
-_Call = tuple[str, int, Any, int | None]
+Message = tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""A rank of a process group, what is sent to it, and what is received from it, in order."""
+_Call = tuple[str, int, ProcessGroup, int | None]
 """Its kind, the bytes of its payload, its process group, and its only destination, a rank of that."""
 _Calls = defaultdict[_Call, int]
 _WHOLE = ("isend", "reduce")  # their payload is sent as it is: of other kinds, each of W ranks sends (W-1)/W of it
@@ -62,20 +65,18 @@ class SentCounter:
         between: of a topology (:meth:`~nodes.Topology.between`); ``None``: all ranks are on one node.
     """
 
-    def __init__(self, between: Callable[[int, Any, int | None, bool], int] | None = None) -> None:
+    def __init__(self, between: Callable[[int, ProcessGroup, int | None, bool], int] | None = None) -> None:
         self.between = between
         # How many there were of each; what they sent is computed when it is asked for.
         self._of_step: _Calls = defaultdict(int)
         self._apart: dict[str, _Calls] = defaultdict(partial(defaultdict, int))  # by section
         self._calls = self._of_step  # where calls count now
 
-    def add(self, kind: str, nbytes: int, process_group: Any) -> None:
+    def add(self, kind: str, nbytes: int, process_group: ProcessGroup) -> None:
         """Count a collective with a payload of ``nbytes``."""
         self._calls[kind, nbytes, process_group, None] += 1
 
-    def add_messages(
-        self, messages: Iterable[tuple[int, Iterable[torch.Tensor], object]], process_group: Any
-    ) -> None:  # fmt: skip
+    def add_messages(self, messages: Iterable[Message], process_group: ProcessGroup) -> None:
         """Count the tensors that are sent to each rank of ``process_group``; those of no elements are not sent."""
         for peer, sent, _ in messages:
             for tensor in sent:
@@ -88,13 +89,13 @@ class SentCounter:
         return replaced(self, "_calls", self._apart[section] if is_outermost else self._calls)
 
     @property
-    def traffic(self) -> dict[str, Traffic]:
+    def traffic(self) -> Mapping[str, Traffic]:
         """What was sent for a step since the last :meth:`take`, by kind."""
         return self._traffic(self._of_step)
 
     def take(self) -> Mapping[str, Traffic]:
         """Return :attr:`traffic`, and begin anew."""
-        traffic = self.traffic
+        traffic = self._traffic(self._of_step)
         self._of_step.clear()
         return traffic
 
@@ -142,11 +143,11 @@ class OfReduction(str):
 class Exchange(NamedTuple):
     """Messages between ranks of a process group, off NCCL: its ``place``-th exchange of this tag."""
 
-    process_group: Any
+    process_group: ProcessGroup
     name: str
     tag: int
     place: int
-    messages: Sequence[tuple[int, Any, Any]]
+    messages: Sequence[Message]
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -171,7 +172,7 @@ def labels_of_launched() -> dict[tuple[str, int], object]:
     return {(group, number): label for group, number, label in list(_launched)}
 
 
-def issue(process_group: Any, tag: int, messages: Sequence[tuple[int, Any, Any]]) -> Exchange:
+def issue(process_group: ProcessGroup, tag: int, messages: Sequence[Message]) -> Exchange:
     """Record that this rank has issued an exchange of these messages, for verdicts on who waits in vain."""
     group: Any = dist.group.WORLD if process_group is None else process_group
     name = group.group_name

@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.comm.collectives import (
     InFlight,
-    Message,
     Summing,
     all_gather,
     digest,
@@ -50,7 +50,8 @@ from zerosync_strategy.core.comm.collectives import (
     sum_messages,
     timeout_of,
 )
-from zerosync_strategy.core.comm.journal import SentCounter, issue
+from zerosync_strategy.core.comm.journal import Message, SentCounter, issue
+from zerosync_strategy.core.engine.types import Work
 from zerosync_strategy.core.options import AUTO
 
 
@@ -77,14 +78,14 @@ WITHIN_HOST = Messages(16 * 2**20, 2)
 BETWEEN_HOSTS = Messages(4 * 2**20, 4)
 
 
-def messages_of(process_group: Any, device: torch.device) -> Messages:
+def messages_of(process_group: ProcessGroup, device: torch.device) -> Messages:
     """Return the messages of ``process_group`` for tensors on ``device``, the same on all ranks. Collective."""
     if is_native(process_group, device):
         return replace(NATIVE, least=max(LEAST, LEAST_OF_RANK * dist.get_world_size(process_group)))
     return WITHIN_HOST if on_one_host(process_group) else BETWEEN_HOSTS
 
 
-def on_one_host(process_group: Any) -> bool:
+def on_one_host(process_group: ProcessGroup) -> bool:
     """Return whether all ranks of ``process_group`` share a loopback interface. Collective: reduces 64 bytes."""
     return is_alike(loopback(), process_group)
 
@@ -120,9 +121,11 @@ class Topology:
         ValueError: ``node_size`` does not divide the number of ranks.
     """
 
-    def __init__(self, node_size: int | str, process_group: Any) -> None:
-        self._found: dict[Any, Nodes | None] = {}
-        self._counts: dict[Any, tuple[int, int, int]] = {}  # by process group: nodes, ranks, pairs on two nodes
+    def __init__(self, node_size: int | str, process_group: ProcessGroup | None) -> None:
+        self._found: dict[ProcessGroup, Nodes | None] = {}
+        self._counts: dict[
+            ProcessGroup, tuple[int, int, int]
+        ] = {}  # by process group: nodes, ranks, pairs on two nodes
         ranks = dist.get_process_group_ranks(process_group)
         if node_size != AUTO:
             size, everyone = int(node_size), dist.get_world_size()
@@ -132,7 +135,7 @@ class Topology:
                     " number of ranks on each node; where nodes have different numbers of them, leave it out, and"
                     " exchanges have one level."
                 )
-            self._node_of: Callable[[int], Any] = lambda rank: rank // size
+            self._node_of: Callable[[int], Hashable] = lambda rank: rank // size
             return
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
         found = gather_words([local, *loopback()], process_group)
@@ -144,7 +147,7 @@ class Topology:
         else:
             self._node_of = lambda rank: rank // local if said == {local} else 0
 
-    def of(self, process_group: Any) -> Nodes | None:
+    def of(self, process_group: ProcessGroup) -> Nodes | None:
         """Return the nodes of ``process_group``, always the same object; ``None`` if an exchange has one level.
 
         That is with one node, with one rank per node, with different numbers of ranks per node, or if the ranks of a
@@ -154,7 +157,7 @@ class Topology:
             self._found[process_group] = self._find(process_group)
         return self._found[process_group]
 
-    def sent(self, nbytes: int, process_group: Any, distinct: bool = False) -> Sent:
+    def sent(self, nbytes: int, process_group: ProcessGroup, distinct: bool = False) -> Sent:
         """Return what this rank sends for one reduce-scatter or all-gather of ``nbytes``.
 
         Args:
@@ -164,7 +167,7 @@ class Topology:
         nbytes = nbytes * (ranks - 1) // ranks
         return Sent(nbytes, self.between(nbytes, process_group, distinct=distinct))
 
-    def between(self, nbytes: int, process_group: Any, to: int | None = None, distinct: bool = False) -> int:
+    def between(self, nbytes: int, process_group: ProcessGroup, to: int | None = None, distinct: bool = False) -> int:
         """Return how many of the bytes that this rank sends go to other nodes, if each goes to a node once.
 
         Args:
@@ -184,7 +187,7 @@ class Topology:
             return nbytes * pairs // max(ranks * (ranks - 1), 1)
         return nbytes * (nodes - 1) // max(ranks - 1, 1)
 
-    def _find(self, process_group: Any) -> Nodes | None:
+    def _find(self, process_group: ProcessGroup) -> Nodes | None:
         ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
         nodes = [self._node_of(rank) for rank in ranks]
         count = len(set(nodes))
@@ -198,7 +201,7 @@ class Topology:
 class Nodes:
     """The ``count`` nodes of one process group, with ``size`` ranks each. This rank has ``place`` on ``node``."""
 
-    def __init__(self, process_group: Any, size: int, count: int) -> None:
+    def __init__(self, process_group: ProcessGroup, size: int, count: int) -> None:
         self.process_group, self.size, self.count = process_group, size, count
         self.node, self.place = divmod(dist.get_rank(process_group), size)
         self._relay = Relay()
@@ -214,7 +217,7 @@ class Nodes:
             self._within = self._new_group([self.rank(self.node, place) for place in range(self.size)], device)
             self._between = self._new_group([self.rank(node, self.place) for node in range(self.count)], device)
 
-    def _new_group(self, ranks: Sequence[int], device: torch.device) -> Any:
+    def _new_group(self, ranks: Sequence[int], device: torch.device) -> ProcessGroup:
         everyone = dist.get_process_group_ranks(self.process_group)
         return new_group([everyone[rank] for rank in ranks], self.process_group, device)
 
@@ -295,7 +298,7 @@ class Nodes:
 
     def relay(
         self, between: Sequence[Message], within: Sequence[Message], counter: SentCounter, tag: int, label: str,
-        result: torch.Tensor, alive: Any,
+        result: torch.Tensor, alive: object,
     ) -> InFlight:  # fmt: skip
         """Exchange ``between`` nodes, and after that ``within`` this node; the result is ``result``. Off NCCL.
 
@@ -309,13 +312,13 @@ class Nodes:
         exchange = issue(self.process_group, tag, [*between, *within])
         return InFlight(works, lambda: result, alive, timeout, label, exchange)
 
-    def ranks_within(self, device: torch.device) -> tuple[Any, list[int]]:
+    def ranks_within(self, device: torch.device) -> tuple[ProcessGroup, list[int]]:
         """Return a process group for tensors on ``device``, and the ranks in it of this node, by place."""
         if self._within is not None and is_native(self.process_group, device):
             return self._within, list(range(self.size))
         return self.process_group, [self.rank(self.node, place) for place in range(self.size)]
 
-    def ranks_between(self, device: torch.device) -> tuple[Any, list[int]]:
+    def ranks_between(self, device: torch.device) -> tuple[ProcessGroup, list[int]]:
         """As :meth:`ranks_within`, for the ranks with this rank's place, by node."""
         if self._between is not None and is_native(self.process_group, device):
             return self._between, list(range(self.count))
@@ -326,16 +329,16 @@ class Nodes:
         return node * self.size + place
 
 
-_Launch = Callable[[], Sequence[Any]]
+_Launch = Callable[[], Sequence[Work]]
 
 
 class RelayedWork:
     """The works of a second level, launched later, as one work."""
 
-    def __init__(self, works: Future[Sequence[Any]]) -> None:
+    def __init__(self, works: Future[Sequence[Work]]) -> None:
         self._works = works
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta, /) -> None:
         """Wait until both levels have arrived. Raise ``RuntimeError`` on a timeout, or if a rank has ended."""
         for work in self._works.result():  # the relay's own waits have the timeout
             work.wait(timeout)
@@ -346,7 +349,7 @@ class RelayedWork:
         )
 
 
-_Exchange = tuple[Sequence[Any], timedelta, _Launch, Future[Sequence[Any]]]
+_Exchange = tuple[Sequence[Work], timedelta, _Launch, Future[Sequence[Work]]]
 
 
 class Relay:
@@ -356,13 +359,13 @@ class Relay:
         self._pending: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._started = False
 
-    def launch_after(self, works: Sequence[Any], timeout: timedelta, launch: _Launch) -> RelayedWork:
+    def launch_after(self, works: Sequence[Work], timeout: timedelta, launch: _Launch) -> RelayedWork:
         """Call ``launch``, which returns the works of the second level, after the works of the first have arrived."""
         if not self._started:
             self._started = True
             threading.Thread(target=_relay, args=(self._pending,), name="zerosync-relay", daemon=True).start()
             weakref.finalize(self, self._pending.put, None)
-        launched: Future[Sequence[Any]] = Future()
+        launched: Future[Sequence[Work]] = Future()
         self._pending.put((works, timeout, launch, launched))
         return RelayedWork(launched)
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.comm.collectives import (
     InFlight,
-    Message,
     Summing,
     exchange,
     grouped,
@@ -28,7 +28,7 @@ from zerosync_strategy.core.comm.collectives import (
     sum_messages,
     tree_sum,
 )
-from zerosync_strategy.core.comm.journal import SentCounter
+from zerosync_strategy.core.comm.journal import Message, SentCounter
 from zerosync_strategy.core.comm.nodes import Nodes
 
 
@@ -66,7 +66,7 @@ def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int
     return owners
 
 
-def choose_owners(shapes: Iterable[Sequence[int]], process_group: Any) -> list[int]:
+def choose_owners(shapes: Iterable[Sequence[int]], process_group: ProcessGroup) -> list[int]:
     """Return the rank of ``process_group`` that owns each parameter, from their ``shapes`` alone."""
     shapes = list(shapes)
     costs, numels = [step_cost(shape) for shape in shapes], [math.prod(shape) for shape in shapes]
@@ -85,7 +85,7 @@ def step_cost(shape: Sequence[int]) -> float:
 
 
 def reduce_to_owners(
-    rows: Mapping[int, torch.Tensor], own: torch.Tensor, process_group: Any, how: Summing, out: torch.Tensor | None,
+    rows: Mapping[int, Tensor], own: Tensor, process_group: ProcessGroup, how: Summing, out: Tensor | None,
     ranks: Sequence[int] | None = None,
 ) -> InFlight:  # fmt: skip
     """Sum over ``ranks`` of ``process_group``; each receives the sum of its row, where it has one.
@@ -129,7 +129,7 @@ def reduce_to_owners(
 
 
 def give_from_owners(
-    parts: Sequence[tuple[int, torch.Tensor]], process_group: Any, counter: SentCounter, tag: int, label: str,
+    parts: Sequence[tuple[int, Tensor]], process_group: ProcessGroup, counter: SentCounter, tag: int, label: str,
     nodes: Nodes | None = None,
 ) -> InFlight:  # fmt: skip
     """Give every rank of ``process_group`` all ``parts``, flat, each of which its owner has; in place.
@@ -142,7 +142,7 @@ def give_from_owners(
     if not is_native(process_group, device):
         if nodes is not None:
             return _relay_from_owners(parts, nodes, counter, tag, label)
-        of: dict[int, list[torch.Tensor]] = {}
+        of: dict[int, list[Tensor]] = {}
         for owner, part in parts:
             of.setdefault(owner, []).append(part)
         own = of.pop(rank, [])
@@ -158,10 +158,10 @@ def give_from_owners(
 
 
 def _relay_from_owners(
-    parts: Sequence[tuple[int, torch.Tensor]], nodes: Nodes, counter: SentCounter, tag: int, label: str
+    parts: Sequence[tuple[int, Tensor]], nodes: Nodes, counter: SentCounter, tag: int, label: str
 ) -> InFlight:
-    of: dict[int, list[torch.Tensor]] = {}
-    of_place: dict[int, list[torch.Tensor]] = {}
+    of: dict[int, list[Tensor]] = {}
+    of_place: dict[int, list[Tensor]] = {}
     for owner, part in parts:
         of.setdefault(owner, []).append(part)
         of_place.setdefault(owner % nodes.size, []).append(part)
@@ -178,8 +178,8 @@ def _relay_from_owners(
 
 
 def all_to_all(
-    sent: torch.Tensor, received: torch.Tensor, sent_numels: Sequence[int], received_numels: Sequence[int],
-    process_group: Any, counter: SentCounter, tag: int, label: str,
+    sent: Tensor, received: Tensor, sent_numels: Sequence[int], received_numels: Sequence[int],
+    process_group: ProcessGroup, counter: SentCounter, tag: int, label: str,
 ) -> InFlight:  # fmt: skip
     """Exchange parts of any sizes among the ranks of ``process_group``; both tensors are flat, by rank."""
     from deepspeed import comm

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-_Memory = Iterable[tuple[torch.Tensor, Any]]  # each with the stream that has allocated it
+_Memory = Iterable[tuple[torch.Tensor, torch.Stream | None]]  # each with the stream that has allocated it
 
 
 class Streams:
     """The streams of one engine, made on the engine's device.
 
     Attributes:
+        concurrent: the device runs asynchronously to the host.
         has_graphs: the device may capture work into CUDA graphs.
     """
 
@@ -29,21 +30,22 @@ class Streams:
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator: Any = get_accelerator()
-        self._writers: set[Any] = set()  # streams that wrote shards since gathers last waited for them
-        self._written: Any = None  # event of a gather stream after it waited for earlier writers
+        self._writers: set[torch.Stream] = set()  # streams that wrote shards since gathers last waited for them
+        self._written: torch.Event | None = None  # event of a gather stream after it waited for earlier writers
         self._reduction: Any = None if self._accelerator.is_synchronized_device() else self._make_stream()
-        on_cuda = self._reduction is not None and self._accelerator.device_name() == "cuda"
+        self.concurrent = self._reduction is not None
+        on_cuda = self.concurrent and self._accelerator.device_name() == "cuda"
         self._device = self._accelerator.current_device() if on_cuda else None
-        self._by_handle: dict[int, Any] = {}
+        self._by_handle: dict[int, torch.Stream] = {}
         self.has_graphs = on_cuda
 
-    def _make_stream(self) -> Any:
+    def _make_stream(self) -> torch.Stream:
         # High priority, because its kernels are short, and a collective of all ranks waits for them.
         if self._accelerator.device_name() == "cuda":
             return self._accelerator.Stream(priority=-1)
         return self._accelerator.Stream()
 
-    def _current(self) -> Any:
+    def _current(self) -> torch.Stream:
         """Return the current stream.
 
         Called for every gradient. ``torch.cuda.current_stream()`` first checks for a device and makes a new object, in
@@ -54,23 +56,18 @@ class Streams:
         handle = torch._C._cuda_getCurrentRawStream(self._device)
         return self._by_handle.get(handle) or self._by_handle.setdefault(handle, self._accelerator.current_stream())
 
-    @property
-    def concurrent(self) -> bool:
-        """Whether the device runs asynchronously to the host."""
-        return self._reduction is not None
-
     def run_on(self, device: torch.device) -> bool:
         """Return whether operators on tensors of ``device`` run on streams."""
         return self.concurrent and device.type == self._accelerator.device_name()
 
     @property
-    def caller(self) -> Any:
+    def caller(self) -> torch.Stream | None:
         """The current stream; ``None`` on a device without streams."""
         return None if self._reduction is None else self._current()
 
-    def caller_waits_for(self, streams: Iterable[Any]) -> None:
+    def caller_waits_for(self, streams: Iterable[torch.Stream | None]) -> None:
         """Make the caller's stream wait for all work issued so far to ``streams``, of callers or gathers (S3, U2)."""
-        caller = self.caller
+        caller: Any = self.caller
         for stream in streams:
             if stream is not None and stream != caller:
                 caller.wait_stream(stream)
@@ -89,7 +86,7 @@ class Streams:
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    def record_grad_ready(self, ready: dict[Any, Any], spare: dict[Any, Any]) -> None:
+    def record_grad_ready(self, ready: dict[torch.Stream, torch.Event], spare: dict[torch.Stream, torch.Event]) -> None:
         """Record in ``ready``, by stream, with a ``spare`` event, that the current stream has completed a gradient."""
         if self._reduction is None:
             return
@@ -106,7 +103,7 @@ class Streams:
             self._reduction.wait_stream(self._current())
 
     @contextmanager
-    def on_reduction_stream(self, events: Iterable[Any] | None = None) -> Iterator[None]:
+    def on_reduction_stream(self, events: Iterable[torch.Event] | None = None) -> Iterator[None]:
         """Issue to the reduction stream, after ``events``, or by default after all work of the caller's stream (B1)."""
         if self._reduction is None:
             yield
@@ -124,11 +121,11 @@ class Streams:
         if self._reduction is not None:
             gradient.record_stream(self._reduction)
 
-    def read_by_reduction(self) -> Any:
+    def read_by_reduction(self) -> torch.Event:
         """Return an event after all reads of the reduction stream, which is current, so far (L1)."""
         return self._reduction.record_event()
 
-    def producers_wait(self, event: Any, producers: Iterable[Any]) -> None:
+    def producers_wait(self, event: torch.Event, producers: Iterable[torch.Stream]) -> None:
         """Make the streams that have produced gradients wait until these are read, before memory is reused (L1)."""
         for stream in producers:
             stream.wait_event(event)
@@ -148,33 +145,33 @@ class Streams:
         if self._reduction is not None:
             self._host_waits_for(self._current())
 
-    def _host_waits_for(self, stream: Any) -> None:
+    def _host_waits_for(self, stream: torch.Stream) -> None:
         stream.record_event().synchronize()
 
     # ---- gathers -------------------------------------------------------------------------------------------------
 
-    def make_gather_streams(self, count: int, overlaps: bool) -> list[Any]:
-        """Return ``count`` streams for gathers; without ``overlaps``, the stream that computes."""
+    def make_gather_streams(self, count: int, overlaps: bool) -> Sequence[torch.Stream | None]:
+        """Return ``count`` streams for gathers; without ``overlaps``, the one that computes; ``None``: no streams."""
         if self._reduction is None:
-            return []
+            return [None]
         if not overlaps:
             return [self._accelerator.default_stream()]
         return [self._make_stream() for _ in range(count)]
 
-    def on_gather_stream(self, gather_stream: Any) -> AbstractContextManager[None]:
+    def on_gather_stream(self, gather_stream: torch.Stream) -> AbstractContextManager[None]:
         """Issue to a gather stream, which allocates and frees the memory of its gathers."""
         context: AbstractContextManager[None] = self._accelerator.stream(gather_stream)
         return context
 
-    def record_unshard(self, gather_stream: Any) -> Any:
+    def record_unshard(self, gather_stream: torch.Stream) -> torch.Event:
         """Return an event after the work of ``gather_stream`` so far, such as a copy of gathered values to the host."""
         return gather_stream.record_event()
 
-    def record_arrival(self) -> Any:
+    def record_arrival(self) -> torch.Event:
         """Return an event after the current stream has waited for a gather into the memory of parameters."""
         return self._current().record_event()
 
-    def record_landing(self, gather_stream: Any) -> Any:
+    def record_landing(self, gather_stream: torch.Stream) -> torch.Event:
         """Return an event after the current stream has copied a gather's values out of the memory of ``gather_stream``.
 
         ``gather_stream`` reuses that memory after the event (L2).
@@ -183,11 +180,11 @@ class Streams:
         gather_stream.wait_event(event)
         return event
 
-    def wait_for_unshard(self, event: Any) -> None:
+    def wait_for_unshard(self, event: torch.Event) -> None:
         """Make the caller's stream wait for one gather (U2)."""
         self._current().wait_event(event)
 
-    def share_unshard(self, event: Any, users: list[Any], memory: Callable[[], _Memory]) -> None:
+    def share_unshard(self, event: torch.Event, users: list[torch.Stream], memory: Callable[[], _Memory]) -> None:
         """Make the caller's stream wait for one gather, unless it is one of its ``users`` already (U2)."""
         current = self._current()
         if current in users:
@@ -203,7 +200,7 @@ class Streams:
             if owner != current:
                 tensor.record_stream(current)
 
-    def record_stream_for_gathers(self, memory: torch.Tensor, gather_stream: Any) -> None:
+    def record_stream_for_gathers(self, memory: torch.Tensor, gather_stream: torch.Stream) -> None:
         """Keep the memory of a parameter, perhaps the program's own, until a gather stream has read it (L2)."""
         if self._reduction is not None:
             memory.record_stream(gather_stream)
@@ -213,7 +210,7 @@ class Streams:
         if self._reduction is not None:
             self._writers.add(self._current())
 
-    def gathers_wait_for_writes(self, gather_streams: Sequence[Any]) -> None:
+    def gathers_wait_for_writes(self, gather_streams: Sequence[torch.Stream]) -> None:
         """Before a gather, make all gather streams wait for the work of the writing streams so far (S1)."""
         if not self._writers:
             return
@@ -223,11 +220,11 @@ class Streams:
                 stream.wait_stream(writer)
         self._written = gather_streams[0].record_event()
 
-    def gathers_wait_for_caller(self, gather_stream: Any) -> None:
+    def gathers_wait_for_caller(self, gather_stream: torch.Stream) -> None:
         """Before a gather stream fills memory of the caller's stream, wait for what has used that memory (L2)."""
         gather_stream.wait_stream(self._current())
 
-    def caller_waits_for_writes(self, gather_streams: Sequence[Any]) -> None:
+    def caller_waits_for_writes(self, gather_streams: Sequence[torch.Stream]) -> None:
         """Make the caller's stream, which reads shards itself, wait for their writes, but not for gathers (S1)."""
         self.gathers_wait_for_writes(gather_streams)
         if self._written is not None:
@@ -268,7 +265,7 @@ class HostCopy:
         self._streams = streams
         self._copy = torch.empty(numel, dtype=dtype)
         self._filled = self._copy
-        self._event: Any = None
+        self._event: torch.Event | None = None
         if streams.concurrent:
             accelerator = streams._accelerator
             self._copy, self._event = accelerator.pin_memory(self._copy), accelerator.Event()
@@ -278,9 +275,6 @@ class HostCopy:
         self._filled = self._copy[: len(tensor)].copy_(tensor, non_blocking=True)
         if self._event is not None:
             self._event.record(self._streams.caller)
-
-    def read(self) -> list[Any]:
-        return self.arrived().tolist()
 
     def arrived(self) -> torch.Tensor:
         """Return the elements that were copied last, in memory that the next copy overwrites."""

@@ -1,6 +1,9 @@
 """What signatures call DeepSpeed's objects. It is untyped: a type checker takes all but the parameter for ``Any``."""
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 __all__ = ["DeepSpeedEngine", "Zero3Optimizer", "Zero3Parameter", "Zero12Optimizer", "ZeroOptimizer"]
 
@@ -35,5 +38,15 @@ if TYPE_CHECKING:
         partition: Any
         _zerosync_record: Any  # a Record, of an attached engine
 
+    Store = Any  # torch's; its stubs lack half of the methods
+
 else:  # annotations are not evaluated; these names are for imports
-    DeepSpeedEngine = Zero3Optimizer = Zero12Optimizer = ZeroOptimizer = Zero3Parameter = Any
+    DeepSpeedEngine = Zero3Optimizer = Zero12Optimizer = ZeroOptimizer = Zero3Parameter = Store = Any
+
+
+class Work(Protocol):
+    """A collective in flight: a work of torch's, or what stands for several."""
+
+    @property
+    def wait(self) -> Callable[..., object]: ...
+    def is_completed(self) -> bool: ...

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.comm.collectives import (
     all_reduce,
@@ -40,6 +41,7 @@ from zerosync_strategy.core.comm.collectives import (
 from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero3
+from zerosync_strategy.core.engine.types import Store
 from zerosync_strategy.core.engine.zero import listed
 from zerosync_strategy.core.failures.errors import CheckpointError, RankError, in_words, is_communication_error
 from zerosync_strategy.core.failures.rank_state import Cause, Departure, Doing
@@ -54,7 +56,7 @@ _FAILED = "!"
 Found = TypeVar("Found")
 
 
-def require_same(where: str, facts: Mapping[str, str], process_group: Any = None) -> None:
+def require_same(where: str, facts: Mapping[str, str], process_group: ProcessGroup | None = None) -> None:
     """Compare ``facts`` over the ranks of ``process_group``. Collective.
 
     If they differ, the first rank sends its facts, and one rank of each further kind sends its differences. Every rank
@@ -78,7 +80,7 @@ def model_facts(model: torch.nn.Module) -> dict[str, str]:
     return {f"parameter {name}": _fact(param) for name, param in model.named_parameters()}
 
 
-def _fact(param: Any) -> str:
+def _fact(param: torch.nn.Parameter) -> str:
     # DeepSpeed's prefetching, and so the grouping of gathers, depends on all of these.
     frozen = "" if param.requires_grad else " frozen"
     persistent = " persistent" if zero3.is_persistent(param) else ""
@@ -120,7 +122,7 @@ def together(what: str, part: Callable[[], tuple[str, Found]], remedy: Callable[
     raise CheckpointError(f"Cannot {what}: {text.rstrip(':. ')}. {remedy()}".rstrip()) from failed
 
 
-def _kinds(own: list[int], process_group: Any) -> list[list[int]]:
+def _kinds(own: list[int], process_group: ProcessGroup | None) -> list[list[int]]:
     """Return the first kinds, each the list of the ranks with the same words. Collective."""
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank, words in enumerate(gather_words(own, process_group)):
@@ -128,7 +130,9 @@ def _kinds(own: list[int], process_group: Any) -> list[list[int]]:
     return list(kinds.values())[:_KINDS]
 
 
-def _differences(facts: Mapping[str, str], kinds: Sequence[list[int]], process_group: Any) -> dict[str, list[str]]:
+def _differences(
+    facts: Mapping[str, str], kinds: Sequence[list[int]], process_group: ProcessGroup | None
+) -> dict[str, list[str]]:
     """Return the differing facts by name, each with its values on the first ranks of the kinds. Collective."""
     first, *others = [ranks[0] for ranks in kinds]
     reference: dict[str, str] = broadcast_object(dict(facts), first, process_group)
@@ -144,7 +148,9 @@ def _differences(facts: Mapping[str, str], kinds: Sequence[list[int]], process_g
     return values
 
 
-def _described(facts: Mapping[str, str], by_name: Mapping[str, list[str]], process_group: Any) -> dict[str, str]:
+def _described(
+    facts: Mapping[str, str], by_name: Mapping[str, list[str]], process_group: ProcessGroup | None
+) -> dict[str, str]:
     """Return the text of the first facts of ``by_name``: values with their ranks. Collective."""
     shown = list(by_name)[:_SHOWN]
     of_ranks = gather_words([digest(facts.get(name, _MISSING))[0] for name in shown], process_group)
@@ -196,7 +202,7 @@ class GatherDigest:
     ``tagged``: gathers of different parameters do not match. ``device``: on which the group communicates.
     """
 
-    def __init__(self, process_group: Any, tagged: bool, device: torch.device, streams: Streams) -> None:
+    def __init__(self, process_group: ProcessGroup, tagged: bool, device: torch.device, streams: Streams) -> None:
         self.process_group = process_group
         self.tagged = tagged
         self._streams = streams
@@ -226,7 +232,13 @@ class GatherDigest:
         """
         self.check(names)
         if not self.tagged:
-            self._compare(counter)
+            for element, value in zip(self._extremes, (self._digest, -self._digest), strict=True):
+                element.fill_(value)
+            work = all_reduce(self._extremes, self.process_group, counter, dist.ReduceOp.MAX, async_op=True)
+            note_launch(self.process_group, self._extremes.device, "the comparison of what ranks have gathered")
+            work.wait()
+            self._answer.begin(self._extremes)
+            self._unread = self._digest, self._gathers
         self._step += 1
         self._before, self._gathers, self._digest = self._gathers, [], self._step
         if not self._streams.concurrent:
@@ -240,21 +252,12 @@ class GatherDigest:
                 return Departure(Cause.OTHER_MODULES, text)
         return None
 
-    def _compare(self, counter: SentCounter) -> None:
-        for element, value in zip(self._extremes, (self._digest, -self._digest), strict=True):
-            element.fill_(value)
-        work = all_reduce(self._extremes, self.process_group, counter, dist.ReduceOp.MAX, async_op=True)
-        note_launch(self.process_group, self._extremes.device, "the comparison of what ranks have gathered")
-        work.wait()
-        self._answer.begin(self._extremes)
-        self._unread = self._digest, self._gathers
-
     def check(self, names: Mapping[int, str]) -> None:
         """Read the result of the last :meth:`compare_window`, once. If digests differ: collective, and raises."""
         if self._unread is None:
             return
         (digest, gathers), self._unread = self._unread, None
-        if self._answer.read() == [digest, -digest]:
+        if self._answer.arrived().tolist() == [digest, -digest]:
             return
         by_turn = enumerate(zip_longest(*gather_objects(gathers, self.process_group)), start=1)
         turn, by_rank = next((turn, by_rank) for turn, by_rank in by_turn if len(set(by_rank)) > 1)
@@ -280,18 +283,18 @@ class BegunCollectives:
     Collective over each of the groups.
     """
 
-    def __init__(self, process_groups: Iterable[Any]) -> None:
+    def __init__(self, process_groups: Iterable[ProcessGroup]) -> None:
         self._names = {group: new_name(group) for group in dict.fromkeys(process_groups)}
         self._expected = False  # a rank may have begun some in this window
-        self._begun: Counter[Any] = Counter()  # by process group
-        self._aborted: Counter[Any] | None = None  # counts of an aborted window, until they are compared
+        self._begun: Counter[ProcessGroup] = Counter()  # by process group
+        self._aborted: Counter[ProcessGroup] | None = None  # counts of an aborted window, until they are compared
         self._compared = 0
 
     def expect(self) -> None:
         """Expect collectives in this window: ranks may have begun different numbers when it is aborted."""
         self._expected = True
 
-    def add(self, process_group: Any) -> None:
+    def add(self, process_group: ProcessGroup) -> None:
         """Count a collective that this rank begins; after an aborted window, :meth:`compare_aborted` first."""
         if self._aborted is not None:
             self.compare_aborted()
@@ -321,10 +324,10 @@ class BegunCollectives:
             _require_same(f"zerosync/aborted/{name}/{self._compared}", begun[group], group)
 
 
-def _require_same(key: str, begun: int, process_group: Any) -> None:
+def _require_same(key: str, begun: int, process_group: ProcessGroup) -> None:
     group: Any = process_group or dist.group.WORLD
     size, timeout = dist.get_world_size(group), timeout_of(group).total_seconds()
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store()
     store.add(f"{key}/{begun}", 1)
     arrived = store.add(key, 1)
     if arrived == size:

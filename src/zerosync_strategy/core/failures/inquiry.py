@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from zerosync_strategy.core.engine.types import Store
 from zerosync_strategy.core.failures.flight_recorder import Key
 from zerosync_strategy.core.failures.rank_state import Phase, RankState
 from zerosync_strategy.core.failures.words import Report, report
@@ -64,7 +65,7 @@ class Inquiries:
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, state: Callable[[Sequence[Key]], RankState],
+        self, store: Store, rank: int, world_size: int, state: Callable[[Sequence[Key]], RankState],
         heard: Callable[[Callable[[], Report]], None] = lambda summary: None,
     ) -> None:  # fmt: skip
         self._rank = rank
@@ -73,7 +74,7 @@ class Inquiries:
         self._ended = False
         # One connection more than the process group's, because a connection is blocked while a thread waits on it, and
         # a store has room for few.
-        self._store: Any = PrefixStore(_PREFIX, store)
+        self._store: Store = PrefixStore(_PREFIX, store)
         self._connection = store.clone()
         self._connection.set_timeout(_CONNECT)
         listening: Any = PrefixStore(_PREFIX, self._connection)
@@ -142,13 +143,13 @@ class Inquiries:
             store.set(f"summary/{number}", json.dumps(found))
         return found
 
-    def _connect(self) -> Any:
+    def _connect(self) -> Store:
         """Return a connection that ends with its last reference. Raise a ``RuntimeError`` if the store is gone."""
         if not self._thread.is_alive():  # ended by that; to connect would take as long as the timeout
             raise RuntimeError("The store of the process group has ended.")
         return PrefixStore(_PREFIX, self._connection.clone())
 
-    def _read_answers(self, store: Any, number: int, states: dict[int, RankState]) -> None:
+    def _read_answers(self, store: Store, number: int, states: dict[int, RankState]) -> None:
         """Collect the answers of the other ranks into ``states``."""
         began, missing = time.monotonic(), set(self._ranks) - {self._rank}
         here = self._processes(store)
@@ -176,19 +177,19 @@ class Inquiries:
             if missing and waited >= (_ANSWER_SECONDS if missing - stopped.keys() else _STOPPED_SECONDS):
                 return
 
-    def _processes(self, store: Any) -> dict[int, Process]:
+    def _processes(self, store: Store) -> dict[int, Process]:
         """Return the processes of this host's ranks."""
         lines = store.get(self._host).decode().splitlines()
         return {rank: Process(pid, started) for rank, pid, started in map(json.loads, lines)}
 
-    def _read_failures(self, store: Any, ranks: set[int]) -> dict[int, RankState]:
+    def _read_failures(self, store: Store, ranks: set[int]) -> dict[int, RankState]:
         """Return the states that stopped ranks among ``ranks`` have written."""
         written = read_keys(store, {rank: f"failed/{rank}" for rank in sorted(ranks)})
         return {rank: RankState.decode(json.loads(text)) for rank, text in written.items() if text}
 
     # ---- answering -------------------------------------------------------------------------------------------------
 
-    def _listen(self, store: Any) -> None:
+    def _listen(self, store: Store) -> None:
         with suppress(RuntimeError):  # the store is gone, and with it the run
             # end() sets ``_ended`` before it reads ``_number``, so one of the two checks sees it.
             while not self._ended:
@@ -201,13 +202,13 @@ class Inquiries:
                     self._heard(partial(_summary, store, self._number))
                 self._number += 1
 
-    def _answer(self, store: Any, number: int, awaited: Sequence[Key]) -> None:
+    def _answer(self, store: Store, number: int, awaited: Sequence[Key]) -> None:
         ended = tuple(_dead(self._processes(store)).items())
         state = replace(self._state(awaited), ended=ended)
         store.append(f"answers/{number}", json.dumps(state.encode()) + "\n")
 
 
-def _open_number(store: Any) -> int:
+def _open_number(store: Store) -> int:
     return int(store.compare_set("closed", "", "0"))  # sets it only if the key does not exist
 
 
@@ -223,7 +224,7 @@ def _waits(states: dict[int, RankState]) -> tuple[list[Key], str]:
     return keys if len(keys) <= _AWAITED else [], hashlib.sha256(repr(by_rank).encode()).hexdigest()
 
 
-def _last_waits(store: Any, number: int) -> tuple[list[Key], str]:
+def _last_waits(store: Store, number: int) -> tuple[list[Key], str]:
     """Return what the inquiry before this one has found."""
     if not store.check([f"waits/{number - 1}"]):
         return [], ""
@@ -231,13 +232,13 @@ def _last_waits(store: Any, number: int) -> tuple[list[Key], str]:
     return list(map(tuple, keys)), digest
 
 
-def _summary(store: Any, number: int) -> Report:
+def _summary(store: Store, number: int) -> Report:
     """Wait for the report of an inquiry; a ``RuntimeError`` if it is not written in time."""
     store.wait([f"summary/{number}"], timedelta(seconds=_SUMMARY_SECONDS))
     return Report(*json.loads(store.get(f"summary/{number}")))
 
 
-def read_keys(store: Any, keys: dict[int, str]) -> dict[int, str]:
+def read_keys(store: Store, keys: dict[int, str]) -> dict[int, str]:
     """Return the texts of the ``keys`` that exist in the store. A rank that never wrote its key is left out."""
     if keys and not store.check(list(keys.values())):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import record_of
@@ -47,18 +48,13 @@ class ReducedGradient(torch.Tensor):
 _stand_ins: dict[int, torch.Tensor] = {}  # by the id of the parameter, until the next window of some engine
 
 
-def stand_in(param: Any) -> torch.Tensor:
+def stand_in(param: nn.Parameter) -> torch.Tensor:
     """Return what stands for the gradient of ``param``, in its full shape: the same one each time."""
     if id(param) not in _stand_ins:
         with zero3.as_it_is():
             shown: torch.Tensor = param.data.new_zeros(()).expand(zero3.full_shape(param))
         _stand_ins[id(param)] = shown.as_subclass(ReducedGradient)
     return _stand_ins[id(param)]
-
-
-def forget_stand_ins() -> None:
-    """Forget the stand-ins of all parameters."""
-    _stand_ins.clear()
 
 
 class _Classes(dict[type, type]):
@@ -74,25 +70,20 @@ class _Classes(dict[type, type]):
         return shows
 
 
-class _Stock(dict[type, type]):
-    """By class of a parameter, the class without a stand-in."""
-
-    def __missing__(self, shows: type) -> type:
-        return shows
-
-
-def _read(param: Any) -> torch.Tensor | None:
+def _read(param: nn.Parameter) -> torch.Tensor | None:
     found: torch.Tensor | None = GET_GRAD(param)
     return stand_in(param) if found is None and param.requires_grad else found
 
 
-def _copy(param: Any, memo: dict[int, Any]) -> Any:
+def _copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     copied = stock_of[type(param)].__deepcopy__(param, memo)  # type: ignore[attr-defined]
-    copied.__class__ = stock_of[type(copied)]
+    copied.__class__ = stock_of.get(type(copied), type(copied))
     return copied
 
 
-showing, stock_of = _Classes(), _Stock()
+showing = _Classes()
+stock_of: dict[type, type] = {}
+"""By class that shows a stand-in, the class without."""
 
 
 class LocalChanges:
@@ -105,10 +96,10 @@ class LocalChanges:
         gone: a backward has reduced gradients; to use one that is not on its parameter is an error.
     """
 
-    def __init__(self, params: Iterable[Any], names: Mapping[Any, str]) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
         self._params = list(params)
         self._names = names
-        self._seen: list[tuple[Any, torch.Tensor, int]] = []
+        self._seen: list[tuple[nn.Parameter, torch.Tensor, int]] = []
         self._linked = False  # records of sharded parameters know this object
         self.gone = False
 
@@ -139,11 +130,11 @@ class LocalChanges:
         if not self.gone:
             return
         self.gone = False
-        forget_stand_ins()
+        _stand_ins.clear()
         for param in self._params:
-            param.__class__ = stock_of[param.__class__]
+            param.__class__ = stock_of.get(param.__class__, param.__class__)
 
-    def check(self, but: Any = None) -> None:
+    def check(self, but: nn.Parameter | None = None) -> None:
         """Raise if a gradient has changed since :meth:`note`, except that of ``but``. It may be set to ``None``."""
         self.show_all()
         seen, self._seen = self._seen, []

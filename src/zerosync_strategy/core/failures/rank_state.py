@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -199,9 +199,28 @@ class RankState:
         return replace(state, phase=phase, doing=doing, departs_by=departs_by, recorded=records, wait=wait)
 
 
+class Progress(Protocol):
+    """The progress of one engine; another thread reads it, too."""
+
+    steps: int
+
+    @property
+    def backwards(self) -> int:
+        """Backwards since the last step."""
+
+    def departure(self, in_forward: bool, in_step: bool) -> Departure | None:
+        """Return how this window departs from the last one, as seen from a forward or a step; ``None``: not at all."""
+
+    def name_of(self, module: torch.nn.Module) -> str:
+        """Return the name of a module of the engine; empty if it has none."""
+
+    def memory(self) -> str:
+        """Return in words what the engine holds, for an error."""
+
+
 def observe(
     rank: int, activities: Sequence[tuple[object, float]], frame: FrameType | None, position: str,
-    progress: Any, *, failed: bool = False, with_recorder: bool = True, asked: Sequence[Key] = (),
+    progress: Progress | None, *, failed: bool = False, with_recorder: bool = True, asked: Sequence[Key] = (),
 ) -> RankState:  # fmt: skip
     """Return the state of this process.
 
@@ -209,7 +228,7 @@ def observe(
         activities: of the main thread, innermost last, each with its start time.
         frame: the innermost frame of the main thread, or the frame that has raised.
         position: the progress, in words.
-        progress: the ``StepMeter`` of its engine, which is also read from another thread; or ``None``.
+        progress: of its engine, if there is one.
         failed: the main thread has waited in vain.
         with_recorder: read torch's flight recorder, which takes some 20 ms.
         asked: collectives of which to say whether this process has issued them.

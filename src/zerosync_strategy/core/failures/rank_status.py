@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 from zerosync_strategy.core.comm import journal
 from zerosync_strategy.core.comm.collectives import timeout_of
+from zerosync_strategy.core.engine.types import Store
 from zerosync_strategy.core.failures.errors import RankError, add_note, is_communication_error
 from zerosync_strategy.core.failures.flight_recorder import Key
 from zerosync_strategy.core.failures.inquiry import Inquiries
-from zerosync_strategy.core.failures.rank_state import Phase, RankState, frame_of, observe
+from zerosync_strategy.core.failures.rank_state import Phase, Progress, RankState, frame_of, observe
 from zerosync_strategy.core.failures.words import Report, error_text, report, waiting_text
 
 LOOK_SECONDS = 5.0
@@ -117,11 +118,11 @@ class RankStatus:
     ``patience``: seconds without progress after which a rank prints what all ranks do; zero: no watch.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, patience: float = 0) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, patience: float = 0) -> None:
         self._rank = rank
         self._activities: list[tuple[object, float]] = []  # innermost last, each with its start time
         self._position = "before its first optimizer step"
-        self._progress: Callable[[], Any] = lambda: None
+        self._progress: Callable[[], Progress | None] = lambda: None
         self._moves = 0  # of the main thread, into or out of an activity
         self._stopped: RankState | None = None  # the reported state, while LOST, STOPPED or FAILED
         self._main = threading.main_thread().ident or 0
@@ -135,14 +136,14 @@ class RankStatus:
         atexit.register(self._exit)
 
     def activity(
-        self, what: object, position: Callable[[], str] | None = None, progress: Any = None
+        self, what: object, position: Callable[[], str] | None = None, progress: Progress | None = None
     ) -> AbstractContextManager[None]:
         """Wrap what may communicate; replaces a communication error by a ``RankError``.
 
         Args:
             what: what this rank does; converted to text only when something fails.
             position: returns the rank's progress in words; ``None``: unchanged.
-            progress: the progress for the verdict (a ``StepMeter``); ``None``: unchanged.
+            progress: the progress for the verdict; ``None``: unchanged.
         """
         return Activity(self, what, position, progress)
 
@@ -240,8 +241,8 @@ class Activity(AbstractContextManager[None]):
     """
 
     def __init__(
-        self, status: RankStatus, what: Any, position: Callable[[], str] | None = None, progress: Any = None
-    ) -> None:
+        self, status: RankStatus, what: Any, position: Callable[[], str] | None = None, progress: Progress | None = None
+    ) -> None:  # fmt: skip
         self._status, self.what, self._position, self._progress = status, what, position, progress
 
     def __enter__(self) -> None:

@@ -112,7 +112,7 @@ class MasterWeights:
             self._answer = len(now), HostCopy(self._streams, len(now))
         self._digests, answer = before, self._answer[1]
         answer.begin(torch.stack([old.ne(new).any() for old, new in zip(before, now, strict=True)]).long())
-        return [found != 0 for found in answer.read()]
+        return [found != 0 for found in answer.arrived().tolist()]
 
     def digest(self, shard: torch.Tensor) -> torch.Tensor:
         """Return one number for each piece of ``shard``.

@@ -213,7 +213,7 @@ def gather_groups(
     # Two groups of the same ranks keep the order of their parameters.
     process_groups = dict.fromkeys(map(zero3.process_group, sorted(engine.module.parameters(), key=zero3.param_id)))
     count, overlaps = min(len(process_groups), MAX_STREAMS), gathering.config_of(engine).overlap_comm
-    made = streams.make_gather_streams(count, overlaps) or [None]
+    made = streams.make_gather_streams(count, overlaps)
     is_plain = zero.is_plain(zero.comm_backend())
     groups: dict[dist.ProcessGroup, GatherGroup] = {}
     for index, group in enumerate(sorted(process_groups, key=_order)):

@@ -177,7 +177,7 @@ def imported(text: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def loss_of(module: Any, batch: Any) -> torch.Tensor:
+def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
     """Return a scalar of one forward: the model's own loss if it returns one, else the mean of its first output."""
     output = module(**batch) if isinstance(batch, Mapping) else module(*batch)
     if isinstance(output, Mapping) and "loss" in output:

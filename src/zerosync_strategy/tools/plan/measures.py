@@ -194,7 +194,7 @@ def _counted(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     kind, payload = _METHODS[name]
 
     @functools.wraps(stock)
-    def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         tensors = _tensors(args[payload])
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if kind.startswith("reduce_scatter") and not is_native(group, tensors[0].device):

@@ -28,6 +28,7 @@ from zerosync_strategy.core.comm.nodes import Topology
 from zerosync_strategy.core.engine import contract, torch_internals, zero
 from zerosync_strategy.core.engine.compat import prepare_cpu
 from zerosync_strategy.core.engine.engine_state import resident
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.handle import ZeroSync
 from zerosync_strategy.core.optimizer.problems import kind_of
 from zerosync_strategy.core.options import BLOCK
@@ -136,7 +137,9 @@ def _in_bytes(options: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     return dict(options)
 
 
-def _engine(workload: Workload, options: OptionSet, module: torch.nn.Module, optimizer: Any, backwards: int) -> Any:
+def _engine(
+    workload: Workload, options: OptionSet, module: torch.nn.Module, optimizer: torch.optim.Optimizer, backwards: int
+) -> DeepSpeedEngine:
     import deepspeed
 
     given: dict[str, Any] = {name: value for name, value in workload.deepspeed.items() if name != BLOCK}
@@ -156,11 +159,11 @@ def _engine(workload: Workload, options: OptionSet, module: torch.nn.Module, opt
 
 
 def _steps(
-    engine: Any, batch: Any, backwards: int, handle: ZeroSync | None, ledger: Ledger, cluster: Cluster
+    engine: DeepSpeedEngine, batch: Any, backwards: int, handle: ZeroSync | None, ledger: Ledger, cluster: Cluster
 ) -> list[Mapping[str, Traffic]]:
     """Train the steps after which they repeat; return what the last step sent in each backward, and in its end."""
 
-    def note(param: Any) -> None:
+    def note(param: torch.Tensor) -> None:
         if param.grad is not None:
             ledger.is_gradient(param.grad)
 
