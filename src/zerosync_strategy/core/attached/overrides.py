@@ -18,6 +18,7 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.engine_state import FrozenStay
 from zerosync_strategy.core.engine.patches import ModeOverrides, Stock, replaced
+from zerosync_strategy.core.engine.types import Zero3Parameter
 
 
 class EngineOverrides(ModeOverrides):
@@ -299,30 +300,32 @@ class Stage3Overrides(OptimizerOverrides):
     # DeepSpeed's functions safe_get_... and safe_set_... call these. In DeepSpeed, setting a full tensor fails on a
     # rank whose shard has padding.
 
-    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Any:
+    def get_local_fp32_grad_for_param(self, param: Zero3Parameter) -> Any:
         self._zerosync_attached.stage.pending.check_reduced("safe_get_local_grad()")
         return super().get_local_fp32_grad_for_param(param)
 
-    def set_local_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_local_grad()")
         super().set_local_grad_for_param(value, param)
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_full_grad()")
         super().set_local_grad_for_param(zero3.shard_of(param, value), param)
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[..., Any], param_list: list[nn.Parameter]
+        self, update_func: Callable[..., Any], param_list: list[Zero3Parameter]
     ) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
-    def set_full_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None) -> None:
         super().set_local_hp_param(zero3.shard_of(param, value), param, optim_state_key)
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None
+    ) -> None:
         super().set_local_hp_param(value, param, optim_state_key)
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)

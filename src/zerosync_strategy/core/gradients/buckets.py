@@ -22,7 +22,7 @@ from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.types import ZeroOptimizer
-from zerosync_strategy.core.engine.zero import in_runs
+from zerosync_strategy.core.engine.zero import in_chunks
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.placement import Placement, ReduceScatterInput, Scaling, ShardPart
 from zerosync_strategy.core.options import Budget
@@ -246,7 +246,7 @@ def cut_into_buckets(
     Backward is expected to complete them from last to first. A bucket has at most ``limit`` bytes, or one parameter.
     """
     for layout in reversed(layouts):
-        yield layout, [params[::-1] for params in in_runs(reversed(layout.params), limit, local.nbytes)][::-1]
+        yield layout, [params[::-1] for params in in_chunks(reversed(layout.params), limit, local.nbytes)][::-1]
 
 
 def bucket_limit(layouts: Sequence[ShardLayout], local: LocalGradients, budget: Budget, limit: int) -> int:
