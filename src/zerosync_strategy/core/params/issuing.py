@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -225,7 +224,7 @@ class ParameterGather:
         self._records, self._activity = records, activity
         self._copy_out, self._packed, self._keeps = copy_out, packed, keeps
         self._has_copies = issuing.host is not None or issuing.node_shards is not None
-        self.users: list[Any] = []
+        self.users: list[torch.Stream | None] = []
         nbytes, asked = 0, issuing.count.is_for_step
         for record in records:
             record.gather = self
