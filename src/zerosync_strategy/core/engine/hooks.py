@@ -45,7 +45,7 @@ def remove(engine: DeepSpeedEngine) -> None:
 
 
 def made_again(engine: DeepSpeedEngine) -> bool:
-    """Return whether a program has made DeepSpeed register its hooks again, as TRL does to generate."""
+    """Return whether the program has made DeepSpeed register its module hooks again, as TRL does to generate."""
     return bool(engine.optimizer.parameter_offload.forward_hooks)
 
 
@@ -196,7 +196,7 @@ def _is_compiled(root: torch.nn.Module) -> bool:
 
 
 def hooked(unpacks: Callable[[], None]) -> ExitStack | None:
-    """Call ``unpacks`` before autograd uses what it saves until the returned stack is closed.
+    """Until the returned stack is closed: autograd calls ``unpacks`` before it uses a tensor that it saves now.
 
     Return ``None``, without hooks, if the program has such hooks of its own, in whose place ours would be.
     """

@@ -120,7 +120,7 @@ class ModuleParameters:
         self.cache.recover()
 
     def release(self, module: nn.Module) -> None:
-        """Reshard the parameters of ``module`` before a step or a checkpoint; see :meth:`ParameterCache.release`."""
+        """Reshard an engine's ``module`` before a step or a checkpoint; see :meth:`ParameterCache.release`."""
         if module not in self._records_of:
             params = set(module.parameters())
             self._records_of[module] = [record for record in self.scheduler.records if record.param in params]
