@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from zerosync_strategy.core.comm.nodes import Messages, Topology
+from zerosync_strategy.core.comm.nodes import MessageSizes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import hooks, patches, zero, zero3
 from zerosync_strategy.core.engine.parameter import CONTEXT, Record
@@ -36,7 +36,7 @@ class ModuleParameters:
     """
 
     def __init__(
-        self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
+        self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> None:  # fmt: skip
         self.units = Units(engine, config.unit_modules or ())
@@ -67,7 +67,7 @@ class ModuleParameters:
 
     @classmethod
     def of(
-        cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
+        cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes, topology: Topology,
         is_constant: Callable[[Any], bool],
     ) -> ModuleParameters:  # fmt: skip
         """Return the :class:`ModuleParameters` of the module of ``engine``, and count one more engine that uses it.
