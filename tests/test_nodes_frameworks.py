@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 import tests.accelerate.runs
 import tests.fabric.runs
@@ -15,8 +14,9 @@ import tests.lightning.runs
 from tests.fabric.runs import losses, make_fabric, trained
 from tests.harness import problem
 from tests.harness.oracle import Oracle, distance, full_parameters
-from tests.harness.problem import MICRO, Data, adamw, backward_of, loss_of, network, oracle
+from tests.harness.problem import MICRO, adamw, backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
+from tests.harness.trainer import InOrder, Model, Rows
 from tests.lightning.runs import Module, accumulate, fit
 from zerosync_strategy.lightning import ZeroSyncStrategy
 
@@ -161,27 +161,6 @@ def test_accelerate(stage: int) -> None:
         return distance(run.parameters(), full_parameters(plain.module))
 
     assert run_ranks(run, world_size=RANKS, env=NODES) == [0.0] * RANKS
-
-
-class Model(torch.nn.Module):
-    """As the Trainer calls one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": loss_of(self.net, (x, y))}
-
-
-class Rows(Data):
-    def __getitem__(self, index: int) -> Any:
-        return {"x": self.x[index], "y": self.y[index]}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
 
 
 @pytest.mark.extended(but=("3",))

@@ -42,7 +42,7 @@ from zerosync_strategy.core.engine.engine_state import (
 from zerosync_strategy.core.engine.hooks import drop_functions, leave_sharded
 from zerosync_strategy.core.engine.param_functions import gather_at_once as gather_for_evaluation
 from zerosync_strategy.core.engine.patches import ModeOverrides, Stock, interpose, replaced, restore
-from zerosync_strategy.core.engine.several import part_of, requiring_grad, restrict, show_parameters
+from zerosync_strategy.core.engine.several import parameter_tree, requiring_grad, restrict, show_parameters
 from zerosync_strategy.core.engine.transformers import tell_transformers
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.engine.zero import accumulate_outside, offloads_optimizer
@@ -70,7 +70,7 @@ __all__ = [  # what frontends use in addition to the functions below
     "accumulate_outside", "after_save", "as_it_is", "copy_problem", "dtype_problem", "full_shape",
     "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "is_distributed",
     "leave_sharded", "loading_without_optimizer", "offloads_optimizer", "one_load", "one_save",
-    "optimizer_problem", "part_of", "readable", "refuse_removed", "reload_master_weights", "requiring_grad",
+    "optimizer_problem", "parameter_tree", "readable", "refuse_removed", "reload_master_weights", "requiring_grad",
     "restore", "restrict", "wait_for_save", "weights_and_client_state",
 ]  # fmt: skip
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler
-from torch.utils.data import SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from tests.accelerate.runs import launched
 from tests.harness.engines import configuration
@@ -19,29 +18,11 @@ from tests.harness.optimizers import Noted, ScheduleFree
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, Data, backward_of, loss_of, network, oracle
 from tests.harness.ranks import run_ranks
+from tests.harness.trainer import InOrder, Model, Rows
 from zerosync_strategy import ZeroSyncPlugin
 from zerosync_strategy.core.optimizer.problems import drop_empty_groups
 
 BATCHES, EVERY = 10, 4
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = network()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": loss_of(self.net, (x, y))}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *_: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
-
-
-class Rows(Data):
-    def __getitem__(self, index: int) -> Any:
-        return {"x": self.x[index], "y": self.y[index]}
 
 
 def train_with_trainer(folder: Path, clip: float, resume: bool) -> Any:

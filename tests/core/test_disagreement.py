@@ -210,8 +210,7 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int, how
             engine.backward(loss_of(engine, k, rank()))
             engine.step()
         module = network()
-        plain = Oracle(module, adamw(module))
-        plain.train(loss_of, 3)
+        Oracle(module, adamw(module)).train(loss_of, 3)
         return distance(full_parameters(engine.module), full_parameters(module))
 
     assert run_ranks(run) == [0.0, 0.0]
@@ -277,9 +276,7 @@ def test_collectives_of_an_aborted_backward_on_nccl(
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
         module = network()
-        plain = Oracle(module, adamw(module))
-        plain.backward(lambda r: loss_of(module, 0, r))
-        plain.step()
+        Oracle(module, adamw(module)).train(loss_of, 1)
         return distance(full_parameters(engine.module), full_parameters(module))
 
     waits, compares = outcomes = run_ranks(run, expect="any", timeout=60)
@@ -442,9 +439,7 @@ def test_models_and_options_that_are_not_alike() -> None:
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
         module = network()
-        plain = Oracle(module, adamw(module))
-        plain.backward(lambda r: loss_of(module, 0, r))
-        plain.step()
+        Oracle(module, adamw(module)).train(loss_of, 1)
         return str(options.value), str(models.value), distance(full_parameters(engine.module), full_parameters(module))
 
     for options, models, error in run_ranks(run):

@@ -18,7 +18,7 @@ from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.attached.overrides import EngineOverrides
 from zerosync_strategy.core.engine.patches import interpose, restore
-from zerosync_strategy.core.engine.several import part_of, restrict
+from zerosync_strategy.core.engine.several import parameter_tree, restrict
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ data = noise(4, 8)
 def test_what_engines_share_goes_with_the_last() -> None:
     def run() -> list[float]:
         module, plain, errors = Pair(), Pair(), []
-        parts = [part_of(module, set(layer.parameters())) for layer in (module.first, module.second)]
+        parts = [parameter_tree(module, set(layer.parameters())) for layer in (module.first, module.second)]
         engines, handles = [], []
         for model, part, layer in zip((module, parts[1]), parts, (module.first, module.second), strict=True):
             optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

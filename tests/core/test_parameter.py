@@ -46,7 +46,7 @@ def record_in(state: State) -> Record:
     param.ds_status, param.ds_tensor = ZeroParamStatus.NOT_AVAILABLE, shard
     param.ds_id, param.ds_persist, param.ds_active_sub_modules = 0, False, set()
     param.ds_numel, param.ds_shape = 4, torch.Size([4])
-    record = Record(param, "'weight'", Owner(), SimpleNamespace(place=0))
+    record = Record(param, "'weight'", Owner(), SimpleNamespace(index=0))
     if state is not State.SHARDED:
         unshard((record,))
     if state is State.UNSHARDED:
@@ -61,7 +61,7 @@ def happens(event: Event, record: Record) -> None:
         Event.ARRIVE: lambda: arrive((record,), (torch.ones(4),)),
         Event.CLAIM: lambda: claim((record,), Claim.WINDOW.value),
         Event.DROP: lambda: drop((record,), Claim.WINDOW.value),
-        Event.RESHARD: lambda: reshard((record,), returns=False),
+        Event.RESHARD: lambda: reshard((record,), keeps_storage=False),
         Event.WRITE: record.write,
     }[event]()
 
@@ -92,9 +92,9 @@ def test_a_parameter_that_a_module_uses_is_not_resharded() -> None:
     record.watched = False
     record.bits = Claim.MODULE.value
     with pytest.raises(RuntimeError, match=r"Parameter 'weight', UNSHARDED with Claim\.MODULE, was to be resharded"):
-        reshard((record,), returns=False)
+        reshard((record,), keeps_storage=False)
     record.bits = 0
-    reshard((record,), returns=False)
+    reshard((record,), keeps_storage=False)
     assert record.state is State.SHARDED and record.param.numel() == 0
 
 
@@ -157,7 +157,7 @@ def test_what_keeps_values_for_a_backward(reason: Claim, with_gradients: bool, i
         claim((record,), reason.value)
     with torch.set_grad_enabled(with_gradients):
         assert is_in_use(record.param) == in_use
-        reshard((record,), returns=False)
+        reshard((record,), keeps_storage=False)
         assert not is_in_use(record.param)
 
 
@@ -174,7 +174,7 @@ def test_whoever_gathered_before_a_write_has_not_changed_the_values() -> None:
     record.intercept(values, AtRest)
     with torch.no_grad():
         record.param.mul_(2)
-    reshard((record,), returns=False)
+    reshard((record,), keeps_storage=False)
     assert values.told == [True]
     unshard((record,))
     arrive((record,), (torch.zeros(4),))
@@ -182,5 +182,5 @@ def test_whoever_gathered_before_a_write_has_not_changed_the_values() -> None:
     record.param.ds_active_sub_modules.add(1)
     record.write()
     record.param.ds_active_sub_modules.discard(1)
-    reshard((record,), returns=False)
+    reshard((record,), keeps_storage=False)
     assert values.told == [True, False]

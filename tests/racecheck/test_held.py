@@ -13,7 +13,7 @@ from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.racecheck import Stream, simulate
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
-from zerosync_strategy.core.engine.gathering import Arrival, Message
+from zerosync_strategy.core.engine.gathering import Arrival, ShardGather
 
 LAYERS = 8
 
@@ -21,23 +21,23 @@ LAYERS = 8
 def train(width: int, frozen: bool) -> tuple[float, int, list[str]]:
     """The distance to plain torch, the most receive buffers at a time, and what the checker has found."""
     live = most = 0
-    stock_begin, stock_land = Message.begin, Arrival.land
+    stock_begin, stock_copy_out = ShardGather.begin, Arrival.copy_out
 
-    def begin(self: Message, *args: Any) -> Any:
+    def begin(self: ShardGather, *args: Any) -> Any:
         nonlocal live, most
         received, wait = stock_begin(self, *args)
         live += received is not None
         most = max(most, live)
         return received, wait
 
-    def land(self: Arrival, stream: Any) -> None:
+    def copy_out(self: Arrival, stream: Any) -> None:
         nonlocal live
-        stock_land(self, stream)
+        stock_copy_out(self, stream)
         live -= self.received is not None
 
     with simulate() as simulation, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Message, "begin", begin)
-        patch.setattr(Arrival, "land", land)
+        patch.setattr(ShardGather, "begin", begin)
+        patch.setattr(Arrival, "copy_out", copy_out)
         start()
         net = matrices(width, LAYERS)
         net[2].requires_grad_(not frozen)

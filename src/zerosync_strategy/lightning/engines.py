@@ -71,7 +71,8 @@ def divide(
             f" that share some: {found}. Give each parameter to one of them."
         )
     return [
-        frontend.part_of(module, {p for p in names if owners.get(p, 0) == index}) for index in range(len(optimizers))
+        frontend.parameter_tree(module, {p for p in names if owners.get(p, 0) == index})
+        for index in range(len(optimizers))
     ]
 
 

@@ -65,8 +65,9 @@ class FullWeights:
                 )
             self._names.setdefault(tensor, []).append(name)
         sharded = [tensor for tensor in self._names if zero3.is_sharded(tensor)]
-        self._runs = [run for _, runs in scheduler.runs(sharded) for run in runs] if scheduler is not None else []
-        known = set(itertools.chain.from_iterable(self._runs))
+        by_group = () if scheduler is None else scheduler.chunks(sharded)
+        self._chunks = [chunk for _, chunks in by_group for chunk in chunks]
+        known = set(itertools.chain.from_iterable(self._chunks))
         self._others = [tensor for tensor in self._names if tensor not in known]
         self.process_groups = {zero3.process_group(param) for param in known}
 
@@ -75,7 +76,7 @@ class FullWeights:
         """Specs of all tensors, in the order in which they are yielded."""
         return [
             WeightSpec(name, zero3.full_shape(tensor), self._converted(tensor.dtype), names[0] if number else "")
-            for tensor in itertools.chain(*self._runs, self._others)
+            for tensor in itertools.chain(*self._chunks, self._others)
             for names in (self._names[tensor],)
             for number, name in enumerate(names)
         ]
@@ -87,13 +88,13 @@ class FullWeights:
         the weights since the first tensor.
         """
         version = self._attached.stage.version()
-        for run in self._runs:
+        for chunk in self._chunks:
             self._check(version)
             assert self._scheduler is not None
             with self._attached.activity("full_weights()"):
-                values = self._scheduler.values(run, "full_weights()")
+                values = self._scheduler.values(chunk, "full_weights()")
             values.reverse()
-            for param in run:
+            for param in chunk:
                 full = values.pop()  # so that only the consumer refers to it
                 yield from self._named(param, full.to(self._converted(full.dtype)))
                 del full

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zerosync_strategy.core.comm.collectives import gather_objects
-from zerosync_strategy.core.engine.zero import in_runs
+from zerosync_strategy.core.engine.zero import in_chunks
 from zerosync_strategy.core.failures.errors import UNWRITABLE, CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -119,7 +119,7 @@ class WeightFiles:
     def __init__(self, directory: Path, specs: Sequence[WeightSpec], max_shard_bytes: int) -> None:
         self._directory = directory
         self._tied = {spec.name: spec.tied_to for spec in specs if spec.tied_to}
-        self._shards = in_runs((spec for spec in specs if not spec.tied_to), max_shard_bytes, _nbytes) or [[]]
+        self._shards = in_chunks((spec for spec in specs if not spec.tied_to), max_shard_bytes, _nbytes) or [[]]
         count = len(self._shards)
         self.names = [
             "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"

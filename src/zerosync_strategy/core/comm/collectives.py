@@ -88,7 +88,7 @@ class InFlight:
 
 def is_native(process_group: ProcessGroup | None, device: torch.device) -> bool:
     """Return whether the backend of ``process_group`` for tensors on ``device`` has a reduce-scatter of its own."""
-    return _backends(dist.get_backend_config(process_group)).get(device.type) not in ("gloo", None)
+    return backend_for(process_group, device.type) not in ("gloo", None)
 
 
 def backend_for(process_group: ProcessGroup | None, device_type: str) -> str | None:

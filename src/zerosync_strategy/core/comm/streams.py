@@ -184,7 +184,9 @@ class Streams:
         """Make the caller's stream wait for one gather (U2)."""
         self._current().wait_event(event)
 
-    def share_unshard(self, event: torch.Event, users: list[torch.Stream], memory: Callable[[], _Allocated]) -> None:
+    def share_unshard(
+        self, event: torch.Event, users: list[torch.Stream | None], memory: Callable[[], _Allocated]
+    ) -> None:
         """Make the caller's stream wait for one gather, unless it is among the ``users`` that have waited (U2)."""
         current = self._current()
         if current in users:

@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, param_functions, patches
 from zerosync_strategy.core.engine.supported import require_supported_optimizer
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.engine.zero import is_building_engine
 
 # In a tensor's __dict__:
@@ -46,14 +48,14 @@ def allow_any_model() -> None:
     param_functions.intercept_contexts()
 
 
-def _configure_model(stock: Callable[[Any, Any], None], engine: Any, model: Any) -> None:
+def _configure_model(stock: Callable[[Any, Any], None], engine: DeepSpeedEngine, model: Any) -> None:
     if is_building_engine():
         require_supported_optimizer(engine)  # before DeepSpeed compiles one
     prepare_to_broadcast(model)  # before it is converted to another dtype
     stock(engine, model)
 
 
-def _broadcast_model(stock: Callable[[Any], None], engine: Any) -> None:
+def _broadcast_model(stock: Callable[[Any], None], engine: DeepSpeedEngine) -> None:
     scalars = [param for param in engine.module.parameters() if param.dim() == 0]
     for param in scalars:
         param.data = param.data.view(1)
@@ -79,7 +81,7 @@ def _shard(stock: Callable[[Any, Any], None], init: Any, param: Any) -> None:
 class _StorageView(NamedTuple):
     """The elements of its storage that a tensor has, in units of its own elements."""
 
-    tensor: weakref.ref[Any]
+    tensor: weakref.ref[torch.Tensor]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     first: int
@@ -125,7 +127,7 @@ def prepare_to_broadcast(module: torch.nn.Module) -> None:
             _straighten(param)
 
 
-def prepare_to_shard(param: Any) -> None:
+def prepare_to_shard(param: nn.Parameter) -> None:
     """Do the same before ``zero.Init`` shards ``param``."""
     if _has_memory(param):
         storage = param.untyped_storage()
@@ -137,7 +139,7 @@ def prepare_to_shard(param: Any) -> None:
 
 def sharing(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the names of two tensors of ``module`` that shared memory, if one is trained; they may be equal."""
-    tensors: Iterable[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
+    tensors: Iterable[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     names = {id(tensor): name for name, tensor in tensors}
     for name, tensor in tensors:
         other = tensor.__dict__.get(_SHARES, lambda: None)()
@@ -147,7 +149,7 @@ def sharing(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
             yield names[id(other)], name
 
 
-def _has_memory(tensor: Any) -> bool:
+def _has_memory(tensor: torch.Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
     return is_plain and (tensor.numel() > 0 or hasattr(tensor, "ds_id"))  # a released one is empty, in its own storage
 
@@ -169,7 +171,7 @@ def _compare(tensor: Any, others: list[_StorageView]) -> None:
     others.append(view)
 
 
-def _straighten(param: Any) -> None:
+def _straighten(param: nn.Parameter) -> None:
     if param.layout is torch.strided and not param.is_contiguous():
         param.data = param.data.contiguous()
 

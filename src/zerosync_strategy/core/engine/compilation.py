@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, hooks
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, ZeroOptimizer
 
 
 def leave_to_eager_code(tensors: Any) -> None:
@@ -54,7 +56,7 @@ def undo_passive(module: torch.nn.Module) -> None:
         module._parameters.__class__ = passive_parameters().__bases__[0]
 
 
-def unwrap_compiled(engine: Any) -> None:
+def unwrap_compiled(engine: DeepSpeedEngine) -> None:
     """Replace the wrappers that ``torch.compile(module)`` made before ``deepspeed.initialize`` by the modules inside.
 
     They stay compiled, as by ``module.compile()``. A wrapper forwards attributes that are set on it to the module
@@ -94,7 +96,7 @@ def unwrap_compiled(engine: Any) -> None:
     offload.setup_zero_stage3_hooks()
 
 
-def _gather_when_read(module: Any) -> None:
+def _gather_when_read(module: nn.Module) -> None:
     """Put the parameters of ``module`` into ZeRO-3's dictionary, if they are not."""
     from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
@@ -122,7 +124,7 @@ def deepcompile_last_pass(last: Callable[..., None]) -> Iterator[None]:
     backend.remaining_schedule = type(schedule)((step, [*passes, last]) for step, passes in schedule)
 
 
-def deepcompile_id(optimizer: Any, param: Any) -> int:
+def deepcompile_id(optimizer: ZeroOptimizer, param: nn.Parameter) -> int:
     """Return the number of a parameter in DeepCompile's graphs."""
     return int(param.ds_id if hasattr(param, "ds_id") else optimizer.get_param_id(param))
 

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.patches import Stock, replaced
 from zerosync_strategy.core.engine.saved_files import files_of
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, ZeroOptimizer
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALES = ("dynamic_loss_scale", "overflow")
 
 
-def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
+def resident(engine: DeepSpeedEngine) -> Mapping[str, list[torch.Tensor]]:
     """Return the tensors that an engine keeps between optimizer steps, by kind.
 
     ``"optimizer"``: master weights and optimizer states. ``"parameters"``: the module's parameters, sharded or full,
@@ -45,7 +46,7 @@ def resident(engine: Any) -> Mapping[str, list[torch.Tensor]]:
     }
 
 
-def state(engine: Any) -> dict[str, Any]:
+def state(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return the state of ``engine`` for a checkpoint."""
     optimizer, scheduler = engine.optimizer, engine.lr_scheduler
     scaler = optimizer.torch_autocast_gradscaler
@@ -58,7 +59,7 @@ def state(engine: Any) -> dict[str, Any]:
     }
 
 
-def load(engine: Any, saved: dict[str, Any], scheduler: bool, loss_scale: bool) -> None:
+def load(engine: DeepSpeedEngine, saved: dict[str, Any], scheduler: bool, loss_scale: bool) -> None:
     """Restore what :func:`state` has returned: counters, and as asked, learning-rate scheduler and loss scale."""
     for name, value in saved["counters"].items():
         setattr(engine, name, value)
@@ -68,7 +69,7 @@ def load(engine: Any, saved: dict[str, Any], scheduler: bool, loss_scale: bool) 
         engine.lr_scheduler.load_state_dict(copy.deepcopy(saved["scheduler"]))
 
 
-def _load_scale(optimizer: Any, saved: dict[str, Any]) -> None:
+def _load_scale(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
     # A run in another precision has another kind of scaler, and keeps its own.
     if vars(optimizer.loss_scaler).keys() == saved["loss_scaler"].keys():
         vars(optimizer.loss_scaler).update(saved["loss_scaler"])
@@ -93,7 +94,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def why_not_distributed(engine: Any) -> str:
+def why_not_distributed(engine: DeepSpeedEngine) -> str:
     """Return what of the configuration of ``engine`` a distributed checkpoint cannot hold; empty if it can all."""
     configured = zero.user_config(engine)
     of_zero = configured.get("zero_optimization", {})
@@ -113,7 +114,7 @@ def why_not_distributed(engine: Any) -> str:
 # ---- DeepSpeed's files: who writes and reads them, and when ----------------------------------------------------------
 
 
-def writes_at_once(engine: Any) -> bool:
+def writes_at_once(engine: DeepSpeedEngine) -> bool:
     """Return whether a file is on disk when DeepSpeed's ``save`` of it returns, written by one rank.
 
     ``"checkpoint": {"writer": ...}`` and other checkpoint engines may write in the background, or with several ranks.
@@ -124,7 +125,7 @@ def writes_at_once(engine: Any) -> bool:
 
 
 @contextmanager
-def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[None]]) -> Iterator[None]:
+def writing(engine: DeepSpeedEngine, around: Callable[[str | None], AbstractContextManager[None]]) -> Iterator[None]:
     """While ``engine`` saves, write each file in ``around(path)``, and DeepSpeed's script in ``around(None)``."""
     writer = engine.checkpoint_engine
     save, copy_script = writer.save, engine._copy_recovery_script
@@ -141,7 +142,7 @@ def writing(engine: Any, around: Callable[[str | None], AbstractContextManager[N
         yield
 
 
-def files_to_load(engine: Any, folder: Path, shards: bool, any_ranks: bool) -> list[Path]:
+def files_to_load(engine: DeepSpeedEngine, folder: Path, shards: bool, any_ranks: bool) -> list[Path]:
     """Return the first files that this rank loads from ``folder``; with ``shards``, those of the optimizer, too.
 
     ``any_ranks``: if others have written it, return those of one of them.
@@ -181,18 +182,18 @@ class FrozenStay(Stock):
         super().load_module_state_dict(checkpoint, strict, load_fn, *args, **kwargs)
 
 
-def is_readable(engine: Any) -> bool:
+def is_readable(engine: DeepSpeedEngine) -> bool:
     """Return whether a rank can read the files of others: no model parallelism, and torch's format."""
     return bool(engine.mp_world_size == 1 and writes_at_once(engine))
 
 
-def loads_universal(engine: Any) -> bool:
+def loads_universal(engine: DeepSpeedEngine) -> bool:
     """Return whether ``"checkpoint": {"load_universal": true}`` is in the configuration of ``engine``."""
     return bool(engine.load_universal_checkpoint())
 
 
 @contextmanager
-def loading_without_optimizer(engine: Any) -> Iterator[None]:
+def loading_without_optimizer(engine: DeepSpeedEngine) -> Iterator[None]:
     """Around ``load_checkpoint`` of an engine without an optimizer, which DeepSpeed 0.19.8 requires to have one."""
     contract.require(deepspeed_internals.EVALUATION)
     engine.optimizer._restore_from_bit16_weights = lambda: None

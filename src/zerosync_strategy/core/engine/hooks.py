@@ -27,11 +27,12 @@ from torch.autograd import graph
 
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.patches import replaced
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, ZeroOptimizer
 
 _DISABLED = "_torchdynamo_orig_callable"  # attribute of what torch.compiler.disable() returns
 
 
-def remove(engine: Any) -> None:
+def remove(engine: DeepSpeedEngine) -> None:
     """Stop DeepSpeed's gathers for the modules of ``engine``, and make linear layers torch's own.
 
     DeepSpeed's linear layer is an autograd function for weights whose memory differs in the backward.
@@ -43,12 +44,12 @@ def remove(engine: Any) -> None:
             hooks[key] = torch.compiler.disable(hooks[key])  # keep the engine's hooks out of graphs
 
 
-def made_again(engine: Any) -> bool:
+def made_again(engine: DeepSpeedEngine) -> bool:
     """Return whether a program has made DeepSpeed register its hooks again, as TRL does to generate."""
     return bool(engine.optimizer.parameter_offload.forward_hooks)
 
 
-def make_anew(engine: Any) -> None:
+def make_anew(engine: DeepSpeedEngine) -> None:
     """Undo :func:`remove`."""
     from deepspeed.runtime.zero import parameter_offload
 
@@ -60,7 +61,7 @@ def make_anew(engine: Any) -> None:
         hooks[key] = getattr(hooks[key], _DISABLED, hooks[key])
 
 
-def of_engine(engine: Any) -> Iterator[tuple[dict[int, Any], int]]:
+def of_engine(engine: DeepSpeedEngine) -> Iterator[tuple[dict[int, Any], int]]:
     """Yield the dictionary and key of each of the engine's own hooks around a forward."""
     for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if handle is not None and (hooks := handle.hooks_dict_ref()) is not None and handle.id in hooks:
@@ -76,7 +77,7 @@ def _use_plain_linear() -> None:
     """Replace the code of DeepSpeed's linear function, because programs refer to the function object."""
     from deepspeed.runtime.zero import linear
 
-    def zero3_linear_wrap(input: Any, weight: Any, bias: Any = None) -> Any:
+    def zero3_linear_wrap(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch._C._nn.linear(input, weight, bias)
 
     if patches.is_installed(patches.LINEAR):
@@ -91,7 +92,7 @@ def _use_plain_linear() -> None:
     patches.replace(patches.TORCHS_LINEAR, lambda found: torch._C._nn.linear if found is function else found)
 
 
-def drop_functions(module: Any) -> None:
+def drop_functions(module: nn.Module) -> None:
     """Make DeepSpeed create new autograd functions when it next registers hooks on ``module`` and its submodules.
 
     Each gathers by the engine for which it was made, but DeepSpeed 0.19.8 reuses it for later engines.
@@ -101,7 +102,7 @@ def drop_functions(module: Any) -> None:
             vars(submodule).pop(name, None)
 
 
-def leave_sharded(engine: Any) -> None:
+def leave_sharded(engine: DeepSpeedEngine) -> None:
     """Destroy ``engine`` but leave the parameters of its module sharded, so that another engine may train it."""
     engine.destroy()
     engine.module_forward_pre_hook.remove()
@@ -111,7 +112,9 @@ def leave_sharded(engine: Any) -> None:
 class GradientHooks:
     """One hook on each of ``params``, until :meth:`remove`, in place of DeepSpeed's on parameters and leaf modules."""
 
-    def __init__(self, optimizer: Any, hooks: Iterable[tuple[Any, Callable[[Any], None]]]) -> None:
+    def __init__(
+        self, optimizer: ZeroOptimizer, hooks: Iterable[tuple[nn.Parameter, Callable[[nn.Parameter], None]]]
+    ) -> None:
         stock = [*optimizer._grad_acc_hooks, *getattr(optimizer, "_leaf_module_hooks", ())]
         self._stock = [
             (of, handle.id, of.pop(handle.id)) for handle in stock if handle.id in (of := handle.hooks_dict_ref() or {})
@@ -142,7 +145,7 @@ class GradientHooks:
         return moved
 
 
-def _register(param: Any, hook: Callable[[Any], None]) -> Any:
+def _register(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> Any:
     requires_grad = param.requires_grad  # it may be frozen for a while
     param.requires_grad_(True)
     handle = param.register_post_accumulate_grad_hook(hook)
@@ -150,7 +153,7 @@ def _register(param: Any, hook: Callable[[Any], None]) -> Any:
     return handle
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_ours(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("zerosync_strategy.")
 
 
@@ -222,7 +225,7 @@ def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor, tensor._version
 
 
-def _without_ours(stock: Any) -> Any:
+def _without_ours(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of ``disable_saved_tensors_hooks``, by which transforms of torch.func refuse any hooks."""
 
     @contextmanager

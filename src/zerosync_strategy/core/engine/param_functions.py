@@ -1,4 +1,4 @@
-"""DeepSpeed's functions of a parameter: on ZeRO-3 ``all_gather``, ``partition`` and ``GatheredParameters``; gradients.
+"""DeepSpeed's functions for parameters, wrapped: gathers and reshards, ``GatheredParameters``, access to gradients.
 
 ``safe_get_full_grad`` and its kin, by which a program reads and writes gradients and master weights, reach shards
 through attributes that DeepSpeed sets on the parameter, and on ZeRO-3 also through methods of the optimizer, which
@@ -14,17 +14,19 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches, zero3
 from zerosync_strategy.core.engine.hooks import nodes_made
 from zerosync_strategy.core.engine.parameter import CONTEXT, Record
 from zerosync_strategy.core.engine.torch_internals import for_training
-from zerosync_strategy.core.engine.transitions import claim, drop, free, returned
+from zerosync_strategy.core.engine.transitions import claim, drop, free, restore_versions
+from zerosync_strategy.core.engine.types import Zero3Parameter
 
 _STOCK = "_zerosync_stock_functions"
 
 
-def intercept(param: Any) -> None:
+def intercept(param: Zero3Parameter) -> None:
     """Wrap the gather and reshard functions of ``param``: they see DeepSpeed's own parameter, and settle its class.
 
     Before a reshard, what modules have written to the gathered values goes to the shards. The end of a context that
@@ -42,7 +44,7 @@ def intercept(param: Any) -> None:
         def wait_as_it_is(*args: Any, **kwargs: Any) -> None:
             with zero3.as_it_is():
                 wait(*args, **kwargs)
-                returned(_records(params))
+                restore_versions(_records(params))
 
         handle.wait = wait_as_it_is
         return handle
@@ -54,7 +56,7 @@ def intercept(param: Any) -> None:
             _gather_in_buckets(params)  # of attached engines: as a step gathers persistent parameters
         with zero3.as_it_is():
             handles = _gather_all(stock[0], params, async_op, hierarchy)
-        returned(gathered := zero3.gathered(_records(params)))
+        restore_versions(gathered := zero3.gathered(_records(params)))
         for record in gathered:
             record.use()
         return handles
@@ -84,12 +86,12 @@ def intercept(param: Any) -> None:
     param.all_gather, param.partition, param.all_gather_coalesced = all_gather, partition, all_gather_coalesced
 
 
-def restore(param: Any) -> None:
+def restore(param: Zero3Parameter) -> None:
     """Undo :func:`intercept`."""
     param.all_gather, param.partition, param.all_gather_coalesced = param.__dict__.pop(_STOCK)
 
 
-def gather_at_once(params: Iterable[Any]) -> None:
+def gather_at_once(params: Iterable[nn.Parameter]) -> None:
     """Make a gather of several ``params`` of an engine that is not attached wait for all of them.
 
     Every engine that evaluates a module asks for it. Attached engines do so anyway (:func:`intercept`).
@@ -102,7 +104,7 @@ def gather_at_once(params: Iterable[Any]) -> None:
 
 
 def _gather_by_default(
-    param: Any, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+    param: Zero3Parameter, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
 ) -> Any:
     return _gather_all(stock, [param] if param_list is None else param_list, async_op, hierarchy)
 
@@ -155,20 +157,20 @@ def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
         drop(records, CONTEXT)
 
 
-def _gather_in_buckets(params: Iterable[Any]) -> None:
+def _gather_in_buckets(params: Iterable[Zero3Parameter]) -> None:
     """Gather those of ``params`` that attached engines have, as their modules would. Collective."""
     records = _records(params)
     for owner in dict.fromkeys([record.owner for record in records]):
         owner.gather_and_wait([record.param for record in records if record.owner is owner])
 
 
-def _records(params: Iterable[Any]) -> list[Record]:
+def _records(params: Iterable[Zero3Parameter]) -> list[Record]:
     """Return the records of the parameters of attached engines in ``params``."""
     return [param._zerosync_record for param in params if "_zerosync_record" in param.__dict__]
 
 
 @contextmanager
-def _broadcastable(params: Iterable[Any]) -> Iterator[None]:
+def _broadcastable(params: Iterable[Zero3Parameter]) -> Iterator[None]:
     """While active, gathered ``params`` without dimensions have one: DeepSpeed broadcasts bytes (``compat.py``)."""
     scalars = [param for param in params if param.dim() == 0]
     with zero3.as_it_is():  # on a device its class may still wait for the gather
@@ -192,7 +194,7 @@ _GET, _SET, _GET_VALUE, _SET_VALUE = "get_full_hp_grad", "set_full_hp_grad", "ge
 _STAGE_1_2 = frozenset({_GET, _SET, _GET_VALUE, _SET_VALUE})
 
 
-def intercept_gradients(params: Iterable[Any], hooks: Any) -> None:
+def intercept_gradients(params: Iterable[nn.Parameter], hooks: Any) -> None:
     """Make DeepSpeed call ``hooks``, a ``PendingGradients``, for ``params``, until :func:`release_gradients`."""
     from deepspeed.utils.tensor_fragment import safe_get_full_grad
 
@@ -256,7 +258,7 @@ def _intercept_gradient(param: Any, hooks: Any) -> None:
     attributes[_MARK] = True
 
 
-def release_gradients(params: Iterable[Any]) -> None:
+def release_gradients(params: Iterable[nn.Parameter]) -> None:
     """Undo :func:`intercept_gradients`."""
     for param in params:
         attributes = vars(param)

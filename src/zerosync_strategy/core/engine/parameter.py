@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.torch_internals import internal
+from zerosync_strategy.core.engine.types import Zero3Parameter
 
 
 class State(enum.Enum):
@@ -83,18 +84,39 @@ _BRIEF = MODULE | CONTEXT
 STATUSES: dict[str, Any] = {}  # DeepSpeed's statuses, by name
 
 
-class _Modules(set[Any]):
+class Gather(Protocol):
+    """A gather that was issued (``params/issuing.py``)."""
+
+    is_done: bool
+    event: torch.Event | None
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+class Unit(Protocol):
+    """A module whose parameters are gathered together (``params/units.py``)."""
+
+    claims: set[str | int]
+    running: int
+
+
+class _Modules(set[int]):
     """DeepSpeed's set of modules that use a parameter, for engines that are not attached."""
 
     def __init__(self, record: Record) -> None:
         super().__init__(record.param.ds_active_sub_modules)
         self.record = record
 
-    def add(self, module: Any) -> None:
+    def add(self, module: int) -> None:
         set.add(self, module)
         self.record.param.__class__ = self.record.own_class
 
-    def discard(self, module: Any) -> None:
+    def discard(self, module: object) -> None:
         set.discard(self, module)
         self.record.settle()
 
@@ -109,45 +131,46 @@ class Record:
     Attributes:
         owner: the scheduler: ``streams`` notes writes of the shards, ``arrive(param)`` waits for a gather, and
             ``issuing.unsharded`` counts bytes.
-        group: of the ranks that shard it; has its ``place`` in the order of gathers.
+        group: of the ranks that shard it; has its ``index`` in the order of gathers.
         order: its place in the order of gathers (U1).
         bits: the claims that are set here; :attr:`claims` has all.
         gather: the last gather that was issued (``comm/collectives.py``); ``None``: none yet.
         writes: how often steps, checkpoints and programs have written the shards: alike on all ranks.
-        found: how often this rank has found that a module had written to the gathered values.
-        unseen: by stream, flags on the device of such writes, which the host has not read yet.
+        writes_found: how often this rank has found that a module had written to the gathered values.
+        flags: by stream, flags on the device of such writes, which the host has not read yet.
         watched: the values are compared with the shards before each reshard.
-        plain: gathered from one shard of its values: neither quantized, on disk, nor of hpZ.
+        plain: its shard has plain values, in memory and once: it is neither quantized, on NVMe, nor of hpZ.
         gathers: how often it was gathered for modules, for a step, since the last step.
         hold: keep it from its first use in a window to the step.
-        units: that have it; their claims are its claim ``MODULE``. The parameters of one unit alone share a storage.
-        storage: of its values; ``None`` before the first gather. ``rows``: its part of it, flat, with padding.
-        full: that part without padding, in the shape of the parameter.
+        units: the units that it belongs to. While one of them has a claim, it has the claim ``MODULE``. Parameters of
+            one unit alone share a storage.
+        storage: of its values; ``None`` before the first gather.
+        rows, full: its part of the storage: flat with padding, and in its shape without.
         is_in_storage: the parameter is unsharded there, or about to be, and no context has put it elsewhere.
-        in_shards: its shards have what was written to its values.
+        in_shards: what was written to the gathered values is in the shards already.
         nbytes: of the values; 0 if DeepSpeed keeps it gathered. ``counted``: the bytes that are counted as unsharded.
         values: handles what a program does with the parameter at rest (``params/values.py``); ``None``: nothing does.
         own_class, class_at_rest: the classes of the parameter; equal without ``values``.
         placeholders: stand for it in graphs, by whether they need a gradient.
-        changes: knows whether gradients of its engine have gone (``misused_gradients.py``); ``None``: none ever has.
+        changes: knows whether its engine has reduced and dropped gradients; ``None``: it never has.
     """
 
-    def __init__(self, param: Any, name: str, owner: Any, group: Any) -> None:
+    def __init__(self, param: Zero3Parameter, name: str, owner: Any, group: Any) -> None:
         self.param, self.name, self.owner, self.group = param, name, owner, group
-        self.order: tuple[int, int] = group.place, param.ds_id
-        self.bits = self.writes = self.found = self.gathers = 0
-        self.gather: Any = None
-        self.unseen: dict[Any, torch.Tensor] = {}
+        self.order: tuple[int, int] = group.index, param.ds_id
+        self.bits = self.writes = self.writes_found = self.gathers = 0
+        self.gather: Gather | None = None
+        self.flags: dict[torch.Stream | None, torch.Tensor] = {}
         self.watched = self.hold = False
         self.plain = zero3.has_plain_shard(param)
-        self.units: tuple[Any, ...] = ()
+        self.units: tuple[Unit, ...] = ()
         self.storage: Any = None  # a UnitStorage
         self.rows: Any = None
         self.full: Any = None
         self.counted = 0
         self.is_in_storage = self.in_shards = False
         self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
-        self.none = param.data.new_empty(0)
+        self.empty = param.data.new_empty(0)
         self._gone: tuple[int, int] | None = None  # version and writes when the values were freed
         self.values: Any = None
         self.own_class = self.class_at_rest = type(param)
@@ -195,7 +218,7 @@ class Record:
     # ---- the class -----------------------------------------------------------------------------------------------
 
     def intercept(self, values: Any, class_at_rest: type) -> None:
-        """Let ``values`` handle what is done with the parameter at rest, and watch for writes to gathered values."""
+        """Give operations on the parameter at rest to ``values``, and watch for writes to the gathered values."""
         self.values, self.class_at_rest = values, class_at_rest
         self.version, self.watched = self.param._version, True
         self.param.ds_active_sub_modules = _Modules(self)
@@ -211,19 +234,19 @@ class Record:
         settle((self,))
 
     def use(self) -> None:
-        """Give code the own class until :meth:`settle`; the current stream has waited for the values."""
+        """Set the own class until :meth:`settle`; the current stream has waited for the values."""
         self.param.__class__ = self.own_class
 
     # ---- changes of the gathered values --------------------------------------------------------------------------
 
     @internal
     def carry_changes(self) -> None:
-        """Before the values are freed, let ``values`` carry writes to them over to the shards."""
+        """Before the gathered values are freed, copy what was written to them to the shards."""
         if self.values is not None and (self.watched or self.version != self.param._version or self.stays):
             self.values.resharding(self)
 
     def forget_changes(self) -> None:
-        """Treat the values as unchanged: the shards have what was written to them, or are newer."""
+        """Treat the gathered values as unchanged: the shards have the same, or newer ones."""
         self.version = self.param._version
 
     def changed(self) -> bool | torch.Tensor:
@@ -242,7 +265,7 @@ class Record:
             return False  # the values are not equal to the shards to the bit
         if param.shape != param.ds_shape:
             return True
-        pair = zero3.own_part(param)
+        pair = zero3.shard_pair(param)
         if pair is None:
             return param.new_zeros((), dtype=torch.bool)
         shard, part = pair
@@ -261,11 +284,11 @@ def settle(records: Iterable[Record]) -> None:
         param.__class__ = record.own_class if is_there and is_complete else record.class_at_rest
 
 
-def record_of(param: Any) -> Record:
+def record_of(param: Zero3Parameter) -> Record:
     return param._zerosync_record
 
 
-def is_in_use(param: Any) -> bool:
+def is_in_use(param: Zero3Parameter) -> bool:
     """Return whether ``param`` has its values and keeps them for a reader's backward.
 
     True for held and persistent parameters, and for a unit's parameters while its forward runs. Without gradients, no
@@ -284,12 +307,12 @@ def is_in_use(param: Any) -> bool:
             or param.ds_persist
             or param.ds_active_sub_modules
             or (record.bits & _BRIEF and not torch.is_grad_enabled())
-            or any([unit.runs for unit in record.units])
+            or any([unit.running for unit in record.units])
         )
     )
 
 
-def is_at_rest(param: Any) -> bool:
+def is_at_rest(param: Zero3Parameter) -> bool:
     """Return whether operations on ``param`` are intercepted; true also until the host sees its gather complete."""
     record = getattr(param, "_zerosync_record", None)
     return record is not None and param.__class__ is not record.own_class

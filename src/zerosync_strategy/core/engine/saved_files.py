@@ -29,7 +29,7 @@ _NOT_CLIENTS = frozenset([
     "buffer_names", _COHORTS,
 ])  # fmt: skip
 
-State = dict[str, Any]
+SavedState = dict[str, Any]
 """What a rank's ZeRO optimizer saves and loads."""
 
 
@@ -40,7 +40,7 @@ class Range(NamedTuple):
     values: torch.Tensor
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where elements of a parameter are, from ``start``: at ``offset`` in a master tensor of a rank."""
 
     start: int
@@ -78,7 +78,7 @@ def kind_of(folder: Path) -> Writer | None:
         return None
     state = read(next(iter(shards.values())))["optimizer_state_dict"]
     ranks = state["partition_count"]
-    return Writer(ranks if _is_of_each(state) else ranks[0], _is_of_each(state), is_by_name(state))
+    return Writer(ranks if _is_of_stage_3(state) else ranks[0], _is_of_stage_3(state), is_by_name(state))
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
@@ -99,37 +99,39 @@ def names_of(folder: Path, rank: int) -> list[list[Any]]:
     return [group["params"] for group in state["param_groups"]]
 
 
-def torch_state_of(state: State) -> Any:
+def torch_state_of(state: SavedState) -> Any:
     """Return the torch optimizer's part of a rank's ``state``: a dictionary, or a list if DeepSpeed's is elastic."""
     return state[_keys(state)[0]]
 
 
-def is_by_name(state: State) -> bool:
+def is_by_name(state: SavedState) -> bool:
     """Return whether the torch optimizer's state in a rank's ``state`` has whole parameters, by name."""
     found = torch_state_of(state)
     groups = found["param_groups"] if isinstance(found, dict) else []
     return any(isinstance(param, str) for group in groups for param in group["params"])
 
 
-def masters_of(state: State) -> list[torch.Tensor]:
+def masters_of(state: SavedState) -> list[torch.Tensor]:
     """Return the master weights in a rank's ``state``, by DeepSpeed's groups; on stages 1 and 2 without padding."""
     found: list[torch.Tensor] = state[_keys(state)[1]]
     return found
 
 
-def with_torch_state(state: State, of_torch: dict[str, Any], masters: list[torch.Tensor] | None = None) -> State:
+def with_torch_state(
+    state: SavedState, of_torch: dict[str, Any], masters: list[torch.Tensor] | None = None
+) -> SavedState:
     """Return ``state`` with another state of the torch optimizer and, if given, other master weights."""
     torch_key, masters_key = _keys(state)
     return state | {torch_key: of_torch} | ({} if masters is None else {masters_key: masters})
 
 
-def _keys(state: State) -> tuple[str, str]:
-    if _is_of_each(state):
+def _keys(state: SavedState) -> tuple[str, str]:
+    if _is_of_stage_3(state):
         return "optimizer_state_dict", "fp32_flat_groups"
     return "base_optimizer_state", "single_partition_of_fp32_groups"
 
 
-def _is_of_each(state: State) -> bool:
+def _is_of_stage_3(state: SavedState) -> bool:
     """Return whether it was saved on stage 3, where ranks have parts of each parameter, not of flat groups."""
     return "base_optimizer_state" not in state
 
@@ -140,8 +142,8 @@ class SavedFiles:
     def __init__(self, folder: Path) -> None:
         shards = shards_of(folder)
         states = [read(path)["optimizer_state_dict"] for path in shards.values()]
-        self._is_of_each, self._count = _is_of_each(states[0]), len(states)
-        self.model = read(folder / (_MODEL_OF_RANK.format(0) if self._is_of_each else _MODEL))
+        self._on_stage_3, self._count = _is_of_stage_3(states[0]), len(states)
+        self.model = read(folder / (_MODEL_OF_RANK.format(0) if self._on_stage_3 else _MODEL))
         if missing := {*range(self.model["dp_world_size"])} - shards.keys():
             raise ValueError(f"the optimizer's file of rank {min(missing)} is missing")
         self._states, self._folder = states, folder
@@ -156,14 +158,14 @@ class SavedFiles:
             name: tuple(shape) for of_group in self.model["param_shapes"] for name, shape in of_group.items()
         }
         """The shapes of the optimizer's parameters."""
-        self._places: dict[str, list[Place]] = {name: [] for name in self.shapes}  # of their elements, in order
-        for name, place in self._places_of_each() if self._is_of_each else self._places_of_flat():
-            self._places[name].append(place)
-        for name, of_param in self._places.items():
-            if sum(place.numel for place in of_param) != math.prod(self.shapes[name]):
+        self._locations: dict[str, list[Location]] = {name: [] for name in self.shapes}  # of their elements, in order
+        for name, location in self._locations_on_stage_3() if self._on_stage_3 else self._locations_on_stages_1_and_2():
+            self._locations[name].append(location)
+        for name, of_param in self._locations.items():
+            if sum(location.numel for location in of_param) != math.prod(self.shapes[name]):
                 raise ValueError(f"its files do not have all elements of {name!r}")
 
-    def _places_of_each(self) -> Iterator[tuple[str, Place]]:
+    def _locations_on_stage_3(self) -> Iterator[tuple[str, Location]]:
         for index, shapes in enumerate(self.model["param_shapes"]):
             offset = 0
             for name, shape in shapes.items():
@@ -172,56 +174,56 @@ class SavedFiles:
                 for rank in range(self._count):
                     start = min(rank * width, numel)
                     if part := min(start + width, numel) - start:
-                        yield name, Place(start, part, rank, index, offset)
+                        yield name, Location(start, part, rank, index, offset)
                 offset += width
             if any(of_rank[index].numel() != offset for of_rank in self._masters):
                 raise ValueError(f"the {self._count} ranks had no equal shares of {next(iter(shapes))!r} and others")
 
-    def _places_of_flat(self) -> Iterator[tuple[str, Place]]:
+    def _locations_on_stages_1_and_2(self) -> Iterator[tuple[str, Location]]:
         ends = dict.fromkeys(self.shapes, 0)
         for rank, state in enumerate(self._states):
             if {*state["partition_count"]} != {self._count}:
                 raise ValueError(f"the {self._count} ranks had no equal shares of all parameters")
             for index, slices in enumerate(state["param_slice_mappings"]):
                 for name, part in slices.items():
-                    yield name, Place(ends[name], part.numel, rank, index, part.start)
+                    yield name, Location(ends[name], part.numel, rank, index, part.start)
                     ends[name] += part.numel
 
     def master(self, name: str) -> list[Range]:
         """Return the master weights of a parameter."""
-        return self._ranges(name, lambda place: self._masters[place.rank][place.master])
+        return self._ranges(name, lambda location: self._masters[location.rank][location.master])
 
-    def _ranges(self, name: str, flat_of: Callable[[Place], torch.Tensor]) -> list[Range]:
+    def _ranges(self, name: str, flat_of: Callable[[Location], torch.Tensor]) -> list[Range]:
         return [
-            Range(place.start, flat_of(place).detach().narrow(0, place.offset, place.numel))
-            for place in self._places[name]
+            Range(location.start, flat_of(location).detach().narrow(0, location.offset, location.numel))
+            for location in self._locations[name]
         ]
 
-    def states(self, name: str) -> tuple[dict[str, list[Range]], State]:
+    def states(self, name: str) -> tuple[dict[str, list[Range]], SavedState]:
         """Return the states of the optimizer for a parameter: those by element in flat shards, and the others."""
         if self._is_by_name:
             return {}, next((found for each in self._torch if (found := each["state"].get(name)) is not None), {})
-        place = next(iter(self._places[name]), None)
-        if place is None:
+        location = next(iter(self._locations[name]), None)
+        if location is None:
             return {}, {}
-        found, flat = self._state(place), self._masters[place.rank][place.master]
+        found, flat = self._state(location), self._masters[location.rank][location.master]
         by_element = [key for key, value in found.items() if _is_by_element(value, flat)]
         others = {key: value for key, value in found.items() if key not in by_element}
         for cohort, scalars in self.model.get(_COHORTS, ()):
             if name in cohort:
-                if place.master not in scalars:
+                if location.master not in scalars:
                     return {}, {}
-                others = scalars[place.master]
+                others = scalars[location.master]
         if unknown := [key for key, value in others.items() if torch.is_tensor(value) and value.numel() > 1]:
             raise ValueError(f"its optimizer's states {unknown} are neither by element nor by parameter")
         of_each = {
-            key: self._ranges(name, lambda place, key=key: self._state(place)[key])  # type: ignore[misc]
+            key: self._ranges(name, lambda location, key=key: self._state(location)[key])  # type: ignore[misc]
             for key in by_element
         }
         return of_each, copy.deepcopy(others)  # the files may be written again
 
-    def _state(self, place: Place) -> dict[str, Any]:
-        found: dict[str, Any] = self._torch[place.rank]["state"].get(self._numbers[place.master], {})
+    def _state(self, location: Location) -> dict[str, Any]:
+        found: dict[str, Any] = self._torch[location.rank]["state"].get(self._numbers[location.master], {})
         return found
 
     def groups(self) -> list[dict[str, Any]]:
@@ -241,10 +243,10 @@ class SavedFiles:
         aliases = self.model.get("shared_params") or {}
         found = {name: value for name, value in self.model["module"].items() if name not in self.shapes | aliases}
         frozen = self.model.get("frozen_param_shapes") or {}
-        if self._is_of_each:  # other parameters have no elements there
+        if self._on_stage_3:  # other parameters have no elements there
             buffers = {*self.model["buffer_names"]}
             found = {name: each for name, each in found.items() if name in buffers or not torch.is_tensor(each)}
-        if self._is_of_each and frozen:
+        if self._on_stage_3 and frozen:
             of_ranks = [read(self._folder / _MODEL_OF_RANK.format(rank)) for rank in range(self._count)]
             for name, shape in frozen.items():
                 flat = torch.cat([each["frozen_param_fragments"][name].reshape(-1) for each in of_ranks])

@@ -1,9 +1,9 @@
 """Several engines over one module, each with an optimizer and a part of the parameters.
 
 The first engine wraps the module itself. Forwards run through it, and under ZeRO-3 its hooks gather the parameters of
-all engines. Every other engine wraps a *part*: a tree of modules that is never called, with the same parameter objects
-as the module, those of its optimizer, under the same names. So each engine shards, steps and saves its own parameters,
-and receives gradients by the hooks that DeepSpeed sets on each of them.
+all engines. Every other engine wraps a *parameter tree*: modules that are never called, with those parameters of the
+module that its optimizer trains, the same objects under the same names. So each engine shards, steps and saves its own
+parameters, and receives gradients by the hooks that DeepSpeed sets on each of them.
 """
 
 from __future__ import annotations
@@ -18,50 +18,51 @@ from torch.optim import Optimizer
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero
 from zerosync_strategy.core.engine.patches import Stock, interpose
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, ZeroOptimizer
 
-_FIRST = "_zerosync_first"  # in the __dict__ of an engine for a part of a module
+_FIRST = "_zerosync_first"  # in the __dict__ of an engine that has only some parameters of a module
 
 
-def part_of(module: nn.Module, parameters: Collection[nn.Parameter]) -> nn.Module:
+def parameter_tree(module: nn.Module, parameters: Collection[nn.Parameter]) -> nn.Module:
     """Return modules that are never called, with ``parameters`` of ``module`` under their names in it."""
-    part = nn.Module()
+    tree = nn.Module()
     for name, param in module.named_parameters():
         if param not in parameters:
             continue
         *path, leaf = name.split(".")
-        owner = part
+        owner = tree
         for step in path:
             if step not in owner._modules:
                 owner.add_module(step, nn.Module())
             owner = owner.get_submodule(step)
         owner.register_parameter(leaf, param)
-    return part
+    return tree
 
 
-def restrict(engine: Any, part: nn.Module, first: Any) -> None:
-    """Restrict ``engine`` to the parameters of ``part``; ``first`` is the engine of the whole module.
+def restrict(engine: DeepSpeedEngine, tree: nn.Module, first: DeepSpeedEngine) -> None:
+    """Restrict ``engine`` to the parameters of ``tree``; ``first`` is the engine of the whole module.
 
     On ZeRO-1 and 2, an engine touches only the parameters of its optimizer. On ZeRO-3, its step would release and
-    gather all parameters of its module, and an engine over a part has no hooks that run. ``engine`` may be ``first``,
-    which keeps the parameters that no optimizer trains.
+    gather all parameters of its module, and hooks on a parameter tree never run. ``engine`` may be ``first``, which
+    keeps the parameters that no optimizer trains.
     """
     if zero.stage(engine) != 3:
         return
     contract.require(deepspeed_internals.SEVERAL_ENGINES, engine)
     from deepspeed.runtime.zero import partition_parameters
 
-    optimizer, params = engine.optimizer, set(part.parameters())
+    optimizer, params = engine.optimizer, set(tree.parameters())
     offload = optimizer.parameter_offload
-    for module in part.modules():
+    for module in tree.modules():
         partition_parameters._init_external_params(module)  # as the module of an engine has
-    offload.module = optimizer.module = part
+    offload.module = optimizer.module = tree
     persistent = [param for param in optimizer.persistent_parameters if param in params]
     offload.persistent_parameters = optimizer.persistent_parameters = persistent
     vars(engine)[_FIRST] = first  # vars(): must not become a submodule
 
 
-def first_of(engine: Any) -> Any:
-    """Return the engine whose hooks run in the module of ``engine``, even if ``engine`` has only a part of it."""
+def first_of(engine: DeepSpeedEngine) -> DeepSpeedEngine:
+    """Return the engine of the whole module, whose hooks run, even if ``engine`` has only some of its parameters."""
     return vars(engine).get(_FIRST, engine)
 
 
@@ -82,7 +83,7 @@ def requiring_grad(parameters: Collection[nn.Parameter], value: bool) -> Iterato
             param.requires_grad_(not value)
 
 
-def show_parameters(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+def show_parameters(optimizer: ZeroOptimizer, groups: Sequence[Sequence[nn.Parameter]]) -> None:
     """Make ``param_groups`` of a ZeRO ``optimizer`` hold the module's parameters, by group, instead of flat partitions.
 
     ``toggle_optimizer``, and code that freezes or inspects parameters through their optimizer, then works. The

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from zerosync_strategy.core.engine import contract, deepspeed_internals, torch_internals, zero
 from zerosync_strategy.core.engine.contract import ContractError, Internal
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 
 
-def require_supported(engine: Any) -> None:
+def require_supported(engine: DeepSpeedEngine) -> None:
     """Check that ZeroSync supports ``engine``, and that it has every internal that ZeroSync uses on it.
 
     ``TypeError``: it is not a ``DeepSpeedEngine``. ``ValueError``: its configuration is not supported.
@@ -29,20 +28,20 @@ def require_supported(engine: Any) -> None:
         )
 
 
-def internals_of(engine: Any) -> tuple[Internal, ...]:
+def internals_of(engine: DeepSpeedEngine) -> tuple[Internal, ...]:
     """Return the internals that ZeroSync uses on an engine of this stage, without optional features."""
     is_3 = engine.zero_optimization_stage() == 3
     of_stage = deepspeed_internals.STAGE_3 if is_3 else deepspeed_internals.STAGE_1_2
     return (*deepspeed_internals.ALL_STAGES, *deepspeed_internals.REFUSED, *of_stage)
 
 
-def trains(engine: Any) -> bool:
+def trains(engine: DeepSpeedEngine) -> bool:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     return engine.optimizer is not None and not isinstance(engine.optimizer, DeepSpeedZeRoOffload)
 
 
-def without_zero(engine: Any) -> str:
+def without_zero(engine: DeepSpeedEngine) -> str:
     """Return how ``engine`` is parallel if not by ZeRO; empty if by ZeRO."""
     from deepspeed.runtime.engine import PipelineModule
 
@@ -62,7 +61,7 @@ def check_release() -> None:
         )
 
 
-def require_supported_optimizer(engine: Any) -> None:
+def require_supported_optimizer(engine: DeepSpeedEngine) -> None:
     """Raise ``ValueError`` if DeepSpeed makes, by its configuration, an optimizer that ZeroSync does not support."""
     of_optimizer = zero.user_config(engine).get("optimizer") or {}
     if str(of_optimizer.get("type")).lower() == "muon":
@@ -72,7 +71,7 @@ def require_supported_optimizer(engine: Any) -> None:
         )
 
 
-def _check_configuration(engine: Any) -> None:
+def _check_configuration(engine: DeepSpeedEngine) -> None:
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer

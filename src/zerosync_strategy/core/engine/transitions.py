@@ -1,8 +1,8 @@
 """Transitions of several ZeRO-3 parameters, in as few calls as for one, and the storage of a unit's values.
 
-A parameter is contiguous in it, as one row of the shard of each rank, so a backend can gather into it. What shares a
-storage comes and goes together; what only some of a unit's parameters do, as to be held, gives them storages of their
-own. A parameter of several units has its own, too.
+In a storage, each parameter is contiguous, with the shard of each rank as one row, so a backend can gather in place.
+Parameters that share a storage are unsharded and resharded together. What only some of a unit's parameters do, such as
+being held, gives them a storage of their own. A parameter of several units has its own, too.
 
 Between a forward and its backward, the storage of the values stays the same but has no bytes. Reading
 what autograd has saved of them in between raises torch's own error of a modified tensor, because the version of the
@@ -31,7 +31,7 @@ from zerosync_strategy.core.engine.parameter import (
 
 
 def unshard(records: Iterable[Record]) -> None:
-    """Begin the gathers."""
+    """Mark ``records`` as in flight: their gathers have been issued."""
     in_flight = STATUSES[IN_FLIGHT]
     for record in records:
         param = record.param
@@ -41,9 +41,9 @@ def unshard(records: Iterable[Record]) -> None:
 
 
 def arrive(records: Collection[Record], values: Sequence[torch.Tensor] | None = None) -> bool:
-    """End the gathers, which have filled the storages, or else ``values``: the memory of each from now on.
+    """Set the parameters to their values: in their storages, or else ``values``, one tensor for each.
 
-    Return whether one has a claim, so that it may need another class (:func:`settle`).
+    Return whether one has a claim, so that :func:`settle` may have to change its class.
     """
     unsharded, has_claims = STATUSES[UNSHARDED], False
     for place, record in enumerate(records):
@@ -54,14 +54,14 @@ def arrive(records: Collection[Record], values: Sequence[torch.Tensor] | None = 
         param.data = record.full if values is None else values[place]
         if record.bits or param.ds_persist:
             has_claims = True
-    returned(records)
+    restore_versions(records)
     return has_claims
 
 
-def reshard(records: Collection[Record], returns: bool) -> None:
-    """Free the values, after what was written to them has gone to the shards, in :func:`~zero3.as_it_is`.
+def reshard(records: Collection[Record], keeps_storage: bool) -> None:
+    """Copy what was written to the values to the shards, then free them. Call it in :func:`~zero3.as_it_is`.
 
-    For ``returns`` see :func:`free`.
+    For ``keeps_storage`` see :func:`free`.
     """
     for record in records:
         param, bits = record.param, record.bits
@@ -76,7 +76,7 @@ def reshard(records: Collection[Record], returns: bool) -> None:
     sharded = STATUSES[SHARDED]
     for record in records:
         record.param.ds_status = sharded
-    free(records, returns)
+    free(records, keeps_storage)
     for record in records:
         record.param.__class__ = record.class_at_rest
 
@@ -142,7 +142,7 @@ def sort_out(records: Iterable[Record]) -> tuple[list[Record], list[Record], lis
     return held, free, in_flight, has_others
 
 
-def returned(records: Collection[Record]) -> None:
+def restore_versions(records: Collection[Record]) -> None:
     """Restore the versions of unsharded parameters: autograd accepts saved ones unless shards were written."""
     params: list[Any] = [*records]
     versions: list[Any] = [*records]  # no call for each: this runs for each parameter of each gather
@@ -156,8 +156,8 @@ def returned(records: Collection[Record]) -> None:
     torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
 
 
-def free(records: Collection[Record], returns: bool) -> None:
-    """Free the values of parameters that have been resharded; for ``returns`` see ``UnitStorage.empty()``."""
+def free(records: Collection[Record], keeps_storage: bool) -> None:
+    """Free the values of parameters that have been resharded; for ``keeps_storage`` see ``UnitStorage.empty()``."""
     params: list[Any] = [*records]
     versions: list[Any] = [*records]
     count = freed = 0
@@ -168,14 +168,14 @@ def free(records: Collection[Record], returns: bool) -> None:
             count += 1
     torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
     for record in records:
-        record.param.data = record.none
+        record.param.data = record.empty
         freed += record.counted
         record.counted = 0
         if record.is_in_storage:
             record.is_in_storage, storage = False, record.storage
             storage.inside -= 1
             if not storage.inside:
-                storage.empty(returns)
+                storage.empty(keeps_storage)
     if freed:
         for record in records:
             record.owner.issuing.unsharded.add(-freed)
@@ -204,7 +204,7 @@ class UnitStorage:
     __slots__ = ("_on_host", "_references", "has_bytes", "inside", "memory", "nbytes", "owner", "records")
 
     def __init__(self, records: Sequence[Record]) -> None:
-        dtype, device = records[0].param.ds_tensor.dtype, records[0].none.device
+        dtype, device = records[0].param.ds_tensor.dtype, records[0].empty.device
         step = max(1, ALIGNMENT // dtype.itemsize)
         sizes = [each.param.ds_process_group.size() * each.param.ds_tensor.ds_numel for each in records]
         *begins, numel = accumulate([-(-size // step) * step for size in sizes], initial=0)
@@ -215,37 +215,39 @@ class UnitStorage:
                 record.full = record.rows[: record.param.ds_numel].view(record.param.ds_shape)
         self.records, self.memory, self.nbytes = records, memory.untyped_storage(), memory.nbytes
         del memory
-        self.owner: Any = None
+        self.owner: torch.Stream | None = None
         self.inside, self.has_bytes, self._on_host = 0, True, device.type == "cpu"
         self._references = self._count_references()
 
     def _count_references(self) -> int:
         return torch._C._storage_Use_Count(self.memory._cdata)
 
-    def empty(self, returns: bool) -> None:
-        """Free its bytes: the values ``returns`` to it. Otherwise other references to it keep the old values."""
+    def empty(self, keeps_storage: bool) -> None:
+        """Free its bytes. ``keeps_storage``: values come back to it; else other references to it keep the old ones."""
         if self._on_host and self.memory.is_shared():  # with other processes, by the program: it keeps its bytes
-            if not returns:
+            if not keeps_storage:
                 self.leave()
-        elif returns or self._count_references() == self._references:
+        elif keeps_storage or self._count_references() == self._references:
             self.memory.resize_(0)
             self.has_bytes = False
         else:
             self.leave()
 
     def leave(self) -> None:
-        """Let its records, which are all sharded, have another storage the next time."""
+        """Separate it from its records, all sharded: their next gather makes another storage."""
         for record in self.records:
             record.storage = record.rows = record.full = None
 
 
-def memory_of(records: Sequence[Record], stream: Any, gathered: Sequence[Record] = ()) -> list[Any]:
+def memory_of(
+    records: Sequence[Record], stream: torch.Stream | None, gathered: Sequence[Record] = ()
+) -> list[torch.Tensor]:
     """Return the memory of the values, flat and padded, for a gather to fill. It belongs to the current ``stream``.
 
-    ``gathered``: all that the gather gathers, if there is more.
+    ``gathered``: all records of the gather, if ``records`` are only some of them.
     """
     storage: Any = None
-    rows: list[Any] = []
+    rows: list[torch.Tensor] = []
     for record in records:  # without calls for each
         if record.storage is None:
             _divide([each for each in gathered or records if each.storage is None])
@@ -264,15 +266,15 @@ def memory_of(records: Sequence[Record], stream: Any, gathered: Sequence[Record]
 
 
 def divide_anew(records: Iterable[Record]) -> None:
-    """Let ``records`` have other storages from their next gather on, because other ones will be held."""
+    """Drop the empty storages of ``records``: other parameters will be held, so the next gather divides them anew."""
     for storage in {record.storage for record in records if record.storage is not None}:
         if not storage.inside:
             storage.leave()
 
 
 def _divide(records: Iterable[Record]) -> None:
-    """Make the storages of ``records``, of one gather."""
-    shared: dict[Any, list[Record]] = {}
+    """Make storages for ``records``, which one gather brings."""
+    shared: dict[object, list[Record]] = {}
     for record in records:
         param = record.param
         lives = record.hold, param.ds_persist, param.requires_grad, param.ds_tensor.dtype

@@ -16,17 +16,27 @@ if TYPE_CHECKING:
 
     ZeroOptimizer = Zero12Optimizer | Zero3Optimizer
 
+    class Zero3Shard(torch.Tensor):
+        """This rank's shard of a parameter, flat and padded."""
+
+        ds_numel: int
+        final_location: Any  # DeepSpeed's enum; None: in memory
+
     class Zero3Parameter(torch.nn.Parameter):
         """A parameter that ZeRO-3 shards; ``zero3.is_sharded()`` tells. Its ``data`` has no elements while sharded."""
 
         ds_id: int
         ds_numel: int
         ds_shape: torch.Size
-        ds_tensor: torch.Tensor  # this rank's shard, flat
+        ds_tensor: Zero3Shard
         ds_status: Any  # DeepSpeed's enum
         ds_persist: bool
         ds_active_sub_modules: set[int]
         ds_process_group: dist.ProcessGroup
+        all_gather: Any  # three functions that DeepSpeed sets
+        all_gather_coalesced: Any
+        partition: Any
+        _zerosync_record: Any  # a Record, of an attached engine
 
     Store = Any  # torch's; its stubs lack half of the methods
 

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
 from zerosync_strategy.core.engine.patches import replaced
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, ZeroOptimizer
 
 _Item = TypeVar("_Item")
 
@@ -26,14 +28,14 @@ class MasterShard:
     """
 
     flat: torch.Tensor
-    slices: Sequence[tuple[Any, int, int]]
+    slices: Sequence[tuple[nn.Parameter, int, int]]
 
 
-def stage(engine: Any) -> int:
+def stage(engine: DeepSpeedEngine) -> int:
     return int(engine.zero_optimization_stage())
 
 
-def user_config(engine: Any) -> dict[str, Any]:
+def user_config(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return the DeepSpeed configuration of ``engine`` as the user gave it, including unknown blocks."""
     found = engine._config._param_dict
     if not isinstance(found, dict):
@@ -47,7 +49,7 @@ def offloads_optimizer(configured: dict[str, Any]) -> bool:
     return bool(asked.get("device", "none") != "none")
 
 
-def time_by_the_host(engine: Any) -> AbstractContextManager[None]:
+def time_by_the_host(engine: DeepSpeedEngine) -> AbstractContextManager[None]:
     """While active, DeepSpeed measures throughput by the host's clock, unless its configuration says otherwise.
 
     Else the host would wait for the device before every forward and after every step, and work would not overlap. The
@@ -58,7 +60,7 @@ def time_by_the_host(engine: Any) -> AbstractContextManager[None]:
     return replaced(timers, "synchronized", asked)
 
 
-def accumulate_outside(engine: Any) -> None:
+def accumulate_outside(engine: DeepSpeedEngine) -> None:
     """Make every ``step()`` of ``engine`` an optimizer step, and leave its losses unscaled.
 
     DeepSpeed's ``set_train_batch_size`` does this too, but miscounts the ranks under sequence parallelism.
@@ -69,17 +71,17 @@ def accumulate_outside(engine: Any) -> None:
     config.gradient_accumulation_steps = 1
 
 
-def needs_every_gradient(engine: Any) -> bool:
+def needs_every_gradient(engine: DeepSpeedEngine) -> bool:
     """Return whether the configuration makes a parameter without a gradient an error."""
     return not engine._config.zero_config.ignore_unused_parameters
 
 
-def stepping_optimizer(engine: Any) -> Any:
+def stepping_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     """Return the torch optimizer that steps this rank's flat shards."""
     return engine.optimizer.optimizer
 
 
-def step_torch_optimizer(optimizer: Any) -> None:
+def step_torch_optimizer(optimizer: ZeroOptimizer) -> None:
     """Step all groups of the torch optimizer at once, through the gradient scaler of torch's autocast."""
     scaler = optimizer.torch_autocast_gradscaler
     if scaler is None:
@@ -113,7 +115,7 @@ def _instead(current: Any, stock: Any) -> Any:
     return current
 
 
-def is_plain(backend: Any) -> bool:
+def is_plain(backend: object) -> bool:
     """Return whether DeepSpeed's ``backend`` adds only host work and a log to torch's collectives.
 
     For some devices, it communicates in another way.
@@ -152,11 +154,11 @@ def messenger() -> Any:
     return comm if contract.has(deepspeed_internals.ASYNC_MESSAGES) else comm_backend()
 
 
-def data_parallel_group(optimizer: Any) -> Any:
+def data_parallel_group(optimizer: ZeroOptimizer) -> dist.ProcessGroup:
     return optimizer.dp_process_group
 
 
-def process_groups(engine: Any) -> list[Any]:
+def process_groups(engine: DeepSpeedEngine) -> list[dist.ProcessGroup]:
     """Return the process groups over which ``engine`` shards parameters, gradients or states."""
     optimizer = engine.optimizer
     if stage(engine) == 3:
@@ -166,12 +168,12 @@ def process_groups(engine: Any) -> list[Any]:
     return list(dict.fromkeys([data_parallel_group(optimizer), *groups]))
 
 
-def accumulation_dtype(optimizer: Any) -> torch.dtype:
+def accumulation_dtype(optimizer: ZeroOptimizer) -> torch.dtype:
     """Return the dtype in which gradients are summed over the backwards of a step."""
     return optimizer.gradient_accumulation_dtype
 
 
-def reduction_dtype(engine: Any) -> torch.dtype:
+def reduction_dtype(engine: DeepSpeedEngine) -> torch.dtype:
     """Return the dtype in which gradients are reduced: as configured, else one wide enough for the summed ones."""
     optimizer = engine.optimizer
     dtype: torch.dtype = optimizer.communication_data_type
@@ -180,7 +182,7 @@ def reduction_dtype(engine: Any) -> torch.dtype:
     return torch.promote_types(dtype, accumulation_dtype(optimizer))
 
 
-def expect_backward(optimizer: Any) -> None:
+def expect_backward(optimizer: ZeroOptimizer) -> None:
     """Tell ``optimizer`` that the next backward is not nested in another.
 
     DeepSpeed counts one entry for every forward that a backward passes, but one exit. So after a backward through two
@@ -189,13 +191,13 @@ def expect_backward(optimizer: Any) -> None:
     optimizer._backward_active_depth = 0
 
 
-def expect_end(engine: Any) -> None:
+def expect_end(engine: DeepSpeedEngine) -> None:
     """Make DeepSpeed do its work at the end of the running backward; 0.18.4 does it in the last gradient hook."""
     if not contract.has(deepspeed_internals.CLEAR_BACKWARD):
         torch.autograd.Variable._execution_engine.queue_callback(engine.optimizer.run_grad_acc_post_hooks)
 
 
-def reset_backward(optimizer: Any) -> None:
+def reset_backward(optimizer: ZeroOptimizer) -> None:
     """Reset the state of ``optimizer`` after a backward that raised."""
     optimizer._backward_active_depth = 0
     if contract.has(deepspeed_internals.CLEAR_BACKWARD):
@@ -212,17 +214,17 @@ def sum_of_squares(shards: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
-def offloads(optimizer: Any) -> bool:
+def offloads(optimizer: ZeroOptimizer) -> bool:
     """Return whether the optimizer's states are on the host or on disk."""
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
 
 
-def computes_norm(optimizer: Any) -> bool:
+def computes_norm(optimizer: ZeroOptimizer) -> bool:
     """Return whether the next step computes the norm of the gradients, as it does unless it is told not to."""
     return bool(getattr(optimizer, deepspeed_internals.COMPUTES_NORM.name, True))
 
 
-def swap_clip_norm(optimizer: Any, norm: float) -> float:
+def swap_clip_norm(optimizer: ZeroOptimizer, norm: float) -> float:
     """Set the gradient norm to which ``optimizer`` clips, 0 for no clipping; return the previous one.
 
     Clipping needs the norm, so it is computed then even if DeepSpeed's ``compute_grad_norm`` is false.
@@ -240,7 +242,7 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + more
 
 
-def in_runs(items: Iterable[_Item], limit: int, size_of: Callable[[_Item], int]) -> list[list[_Item]]:
+def in_chunks(items: Iterable[_Item], limit: int, size_of: Callable[[_Item], int]) -> list[list[_Item]]:
     """Return ``items`` in runs of at most ``limit`` together, or of one larger item."""
     runs: list[list[_Item]] = []
     room = 0

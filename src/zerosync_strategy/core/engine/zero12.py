@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals
 from zerosync_strategy.core.engine.patches import replaced
+from zerosync_strategy.core.engine.types import Zero12Optimizer
 from zerosync_strategy.core.engine.zero import sum_of_squares
 
 
@@ -26,14 +28,14 @@ class FlatGroup:
     """
 
     index: int
-    process_group: Any
-    params: list[Any]
+    process_group: dist.ProcessGroup
+    params: list[nn.Parameter]
     offsets: list[int]
     shapes: list[tuple[int, ...]]
     shard_numel: int
 
 
-def flat_groups(optimizer: Any) -> list[FlatGroup]:
+def flat_groups(optimizer: Zero12Optimizer) -> list[FlatGroup]:
     """Return the parameter groups; raise ``ContractError`` if the parameters do not lie in the flat buffers."""
     groups = []
     for index, flat in enumerate(optimizer.bit16_groups_flat):
@@ -48,7 +50,7 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
     return groups
 
 
-def leave_graphs(optimizer: Any) -> None:
+def leave_graphs(optimizer: Zero12Optimizer) -> None:
     """Detach the flat buffers from the graph in which DeepSpeed 0.18.7 to 0.18.9 makes them.
 
     In that graph, torch refuses to gather into them. Their memory stays the same.
@@ -59,7 +61,7 @@ def leave_graphs(optimizer: Any) -> None:
             flats[index], shards[index] = flat.detach(), [shard.detach() for shard in shards[index]]
 
 
-def averaging_divisor(optimizer: Any) -> float:
+def averaging_divisor(optimizer: Zero12Optimizer) -> float:
     """Return the divisor for a sum of gradients over the data-parallel ranks.
 
     Each rank of a sequence counts, as in ZeRO-3 and plain data parallelism, because every rank's loss is that of the
@@ -77,16 +79,16 @@ class _GradientShard(list[torch.Tensor]):
         self.flat_partition = flat
 
 
-def give_gradient_shard(optimizer: Any, index: int, flat: torch.Tensor | None) -> None:
+def give_gradient_shard(optimizer: Zero12Optimizer, index: int, flat: torch.Tensor | None) -> None:
     """Set this rank's gradient shard of one group to ``flat``, with any values; ``None``: no shard."""
     optimizer.averaged_gradients[index] = None if flat is None else _GradientShard(flat)
 
 
-def gradient_shard(optimizer: Any, index: int) -> torch.Tensor:
+def gradient_shard(optimizer: Zero12Optimizer, index: int) -> torch.Tensor:
     return optimizer.averaged_gradients[index].flat_partition
 
 
-def hand_over_gradients(optimizer: Any) -> None:
+def hand_over_gradients(optimizer: Zero12Optimizer) -> None:
     """Give the gradient shards to the next step. For an offloaded optimizer, begin to copy them to the host."""
     if not optimizer.cpu_offload:
         return
@@ -94,21 +96,21 @@ def hand_over_gradients(optimizer: Any) -> None:
         master.grad.copy_(gradient_shard(optimizer, index), non_blocking=True)
 
 
-def flat_parameters(optimizer: Any, index: int) -> torch.Tensor:
+def flat_parameters(optimizer: Zero12Optimizer, index: int) -> torch.Tensor:
     return optimizer.bit16_groups_flat[index]
 
 
-def master(optimizer: Any, index: int) -> Any:
+def master(optimizer: Zero12Optimizer, index: int) -> Any:
     """Return the master weights of this rank's shard of one group, flat, which the torch optimizer steps."""
     return optimizer.single_partition_of_fp32_groups[index]
 
 
-def params_in_order(optimizer: Any, index: int) -> list[Any]:
+def params_in_order(optimizer: Zero12Optimizer, index: int) -> list[nn.Parameter]:
     """Return the parameters of one group in the order in which the program gave them to its optimizer."""
     return list(optimizer.bit16_groups[index])
 
 
-def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
+def give_own_master(optimizer: Zero12Optimizer, index: int, numel: int) -> torch.Tensor:
     """Make this rank's shard of a group have ``numel`` elements, any number; return it, flat and uninitialised.
 
     DeepSpeed's own shard, and the mapping of parameters to it, are dropped.
@@ -122,19 +124,19 @@ def give_own_master(optimizer: Any, index: int, numel: int) -> torch.Tensor:
     return flat
 
 
-def masters_replaced(optimizer: Any, masters: list[torch.Tensor]) -> AbstractContextManager[None]:
+def masters_replaced(optimizer: Zero12Optimizer, masters: list[torch.Tensor]) -> AbstractContextManager[None]:
     """While active, DeepSpeed uses ``masters`` in place of the master weights that this rank steps, by group."""
     return replaced(optimizer, "single_partition_of_fp32_groups", masters)
 
 
-def stepped_shard(optimizer: Any, index: int) -> torch.Tensor:
+def stepped_shard(optimizer: Zero12Optimizer, index: int) -> torch.Tensor:
     """Return this rank's shard of one group as the step has left it; in pinned memory if offloaded."""
     if optimizer.cpu_offload:
         return optimizer.param_buffer_of_bit16_for_cpu_offload_groups[index].data
     return master(optimizer, index).data
 
 
-def changed_shard(optimizer: Any, index: int) -> torch.Tensor:
+def changed_shard(optimizer: Zero12Optimizer, index: int) -> torch.Tensor:
     """Return the same as :func:`stepped_shard`, after something other than a step has changed the master weights."""
     shard = stepped_shard(optimizer, index)
     if not optimizer.cpu_offload:
@@ -143,12 +145,12 @@ def changed_shard(optimizer: Any, index: int) -> torch.Tensor:
     return master(optimizer, index).data.to(shard.dtype, copy=True)
 
 
-def relink_states(optimizer: Any) -> None:
+def relink_states(optimizer: Zero12Optimizer) -> None:
     """Make parameters refer to states that the torch optimizer has made since the last linking."""
     optimizer._hp_optimizer_states_linked = False
 
 
-def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
+def counted_in_norm(optimizer: Zero12Optimizer, params: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
     """Return the ``params`` that this rank counts in a norm. The first tensor-parallel rank counts replicated ones.
 
     Parameters that are divided over tensor-parallel ranks have one of Megatron's marks.
@@ -160,7 +162,7 @@ def counted_in_norm(optimizer: Any, params: Sequence[Any]) -> Sequence[Any]:
 
 
 def norm_of_shards(
-    optimizer: Any, shards: Iterable[Sequence[torch.Tensor]], said: torch.Tensor,
+    optimizer: Zero12Optimizer, shards: Iterable[Sequence[torch.Tensor]], said: torch.Tensor,
     sum_over_ranks: Callable[[torch.Tensor], None],
 ) -> torch.Tensor:  # fmt: skip
     """Return the L2 norm of all ranks' gradients, times the loss scale; infinity if it is not finite. Collective.
@@ -197,7 +199,7 @@ class _Elsewhere:
 
 
 @contextmanager
-def parameter_gather(optimizer: Any, gather: Callable[[], None]) -> Iterator[None]:
+def parameter_gather(optimizer: Zero12Optimizer, gather: Callable[[], None]) -> Iterator[None]:
     """While active, the step of ``optimizer`` gives the updated parameters to all ranks by ``gather`` alone.
 
     The parameters must lie in the flat buffers; DeepSpeed's step would make each a view of its part again.

@@ -8,15 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, patches
+from zerosync_strategy.core.engine.types import Zero3Parameter
 
 
-def is_sharded(param: Any) -> bool:
+class _OfParameter(Protocol):
+    param: Zero3Parameter
+
+
+_Record = TypeVar("_Record", bound=_OfParameter)
+
+
+def is_sharded(param: object) -> TypeGuard[Zero3Parameter]:
     """Return whether ``param`` is a parameter of ZeRO-3, gathered or not."""
     return hasattr(param, "ds_id")
 
@@ -71,17 +80,17 @@ def is_gathered(param: Any) -> bool:
         return True
 
 
-def is_left_sharded(param: Any) -> bool:
+def is_left_sharded(param: nn.Parameter) -> bool:
     """Return whether ``param`` has no values and no attached engine that could gather them."""
     return is_sharded(param) and full_numel(param) > 0 and param.numel() == 0 and "_zerosync_record" not in vars(param)
 
 
-def is_released(param: Any) -> bool:
-    """Return whether ``param`` is neither gathered nor in flight."""
+def is_released(param: Zero3Parameter) -> bool:
+    """Return whether ``param`` is sharded: neither gathered nor in flight."""
     return bool(param.ds_status._name_ == "NOT_AVAILABLE")
 
 
-def least_status(params: Iterable[Any]) -> str:
+def least_status(params: Iterable[Zero3Parameter]) -> str:
     """Return DeepSpeed's status of one of ``params`` that is released, else of one in flight, else that of all."""
     least = "AVAILABLE"
     for param in params:  # no calls: this runs for every module
@@ -92,27 +101,29 @@ def least_status(params: Iterable[Any]) -> str:
     return least
 
 
-def released(params: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
+def released(params: Iterable[Zero3Parameter]) -> list[Zero3Parameter]:
+    found: list[Zero3Parameter] = []
     for param in params:  # no calls
         if param.ds_status._name_ == "NOT_AVAILABLE":
             found += (param,)
     return found
 
 
-def gathered(records: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
+def gathered(records: Iterable[_Record]) -> list[_Record]:
+    found: list[_Record] = []
     for record in records:  # no calls
         if record.param.ds_status._name_ == "AVAILABLE":
             found += (record,)
     return found
 
 
-def by_values(params: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Return those of ``params`` that have their values, of these the ones in another shape, and the others."""
-    found: list[Any] = []
-    reshaped: list[Any] = []
-    others: list[Any] = []
+def by_values(
+    params: Iterable[Any],
+) -> tuple[list[Zero3Parameter], list[Zero3Parameter], list[Zero3Parameter]]:
+    """Return the gathered ``params``, those of them in another shape than their own, and the params not gathered."""
+    found: list[Zero3Parameter] = []
+    reshaped: list[Zero3Parameter] = []
+    others: list[Zero3Parameter] = []
     for param in params:  # no calls
         if param.ds_status._name_ != "AVAILABLE":
             others += (param,)
@@ -123,7 +134,7 @@ def by_values(params: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     return found, reshaped, others
 
 
-def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
+def param_ids(params: Iterable[Zero3Parameter]) -> tuple[int, ...]:
     ids: list[int] = []
     for param in params:  # no calls
         ids += (param.ds_id,)
@@ -131,7 +142,7 @@ def param_ids(params: Iterable[Any]) -> tuple[int, ...]:
 
 
 @contextmanager
-def in_full_shapes(params: Iterable[Any]) -> Iterator[None]:
+def in_full_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """While active, the released ``params`` have their full shapes, and read as NaN.
 
     A program may choose optimizer options by shape, and set and change gradients, which autograd requires to have the
@@ -153,7 +164,7 @@ def in_full_shapes(params: Iterable[Any]) -> Iterator[None]:
                     param.data = data
 
 
-def gather(param: Any) -> torch.Tensor:
+def gather(param: Zero3Parameter) -> torch.Tensor:
     """Return the values of a released parameter, which stays released, in memory of their own. Collective."""
     with as_it_is():
         data = param.data
@@ -167,11 +178,11 @@ def gather(param: Any) -> torch.Tensor:
 
 
 as_it_is = torch._C.DisableTorchFunctionSubclass
-"""A context in which a parameter at rest is an ordinary tensor, as DeepSpeed has left it."""
+"""A context in which a parameter at rest is the empty tensor that DeepSpeed has left: nothing is intercepted."""
 
 
-def answer_of_gathered(name: str, param: Any) -> Any:
-    """Return the attribute ``name`` of a gathered ``param``, by which programs ask for its state; or raise."""
+def answer_of_gathered(name: str, param: Zero3Parameter) -> Any:
+    """Return what the attribute ``name`` of ``param`` would be if it were gathered; or raise ``AttributeError``."""
     if name == "ds_status":
         return type(param.ds_status).AVAILABLE
     if name in ("ds_shape", "ds_numel"):
@@ -191,18 +202,20 @@ def own_range(param: Any) -> tuple[int, int]:
     return start, min(size, full_numel(param) - start)
 
 
-def own_part(param: Any, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return this rank's shard of ``param``, flat, without padding, and the same part of ``full``.
+def shard_pair(param: Zero3Parameter, full: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return this rank's shard of ``param``, flat and without padding, and the same slice of ``full``.
 
-    By default, ``full`` is the gathered values. Return ``None`` if the shard is all padding or not in memory.
+    ``full`` is by default the gathered values. Return ``None`` if the shard is all padding or not in memory.
     """
-    return next(iter(own_parts((param,), full)), None)
+    return next(iter(shard_pairs((param,), full)), None)
 
 
-def own_parts(params: Iterable[Any], full: torch.Tensor | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return :func:`own_part` of each of ``params`` that has one."""
+def shard_pairs(
+    params: Iterable[Zero3Parameter], full: torch.Tensor | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return :func:`shard_pair` of each of ``params`` that has one."""
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    ranks: dict[Any, int] = {}
+    ranks: dict[dist.ProcessGroup, int] = {}
     for param in params:  # few calls
         group, size, shard = param.ds_process_group, param.ds_tensor.ds_numel, param.ds_tensor.data
         if group not in ranks:
@@ -218,7 +231,7 @@ def own_parts(params: Iterable[Any], full: torch.Tensor | None = None) -> list[t
     return found
 
 
-def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
+def shard_of(param: Zero3Parameter, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of ``full``, flat and zero-padded. ``ValueError``: the size differs."""
     require_numel(full, full_shape(param))
     size = shard_numel(param)
@@ -236,48 +249,48 @@ def require_numel(value: torch.Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def without_values(param: Any, dtype: torch.dtype) -> torch.Tensor:
+def without_values(param: Zero3Parameter, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of the full shape of ``param``, of ``dtype``, without memory."""
     return torch.empty(full_shape(param), dtype=dtype, device="meta")
 
 
-def own_shard(param: Any) -> torch.Tensor:
+def own_shard(param: Zero3Parameter) -> torch.Tensor:
     """Return this rank's shard of ``param``, flat and padded."""
     return param.ds_tensor.data
 
 
-def has_plain_shard(param: Any) -> bool:
-    """Return whether ``param`` is gathered from one shard of its values: neither quantized, on disk, nor of hpZ."""
+def has_plain_shard(param: Zero3Parameter) -> bool:
+    """Return whether the shard of ``param`` has plain values, in memory and once: not quantized, on NVMe, or of hpZ."""
     shard = param.ds_tensor
     return not (shard.final_location is not None or has_secondary_shard(param) or is_quantized(param))
 
 
-def has_secondary_shard(param: Any) -> bool:
+def has_secondary_shard(param: nn.Parameter) -> bool:
     """Return whether ZeRO-3 has a second copy of ``param``, sharded over the ranks of a node (hpZ)."""
     return getattr(param, "ds_zero_param_process_group", None) is not None
 
 
-def is_quantized(param: Any) -> bool:
+def is_quantized(param: Zero3Parameter) -> bool:
     return hasattr(param.ds_tensor, "ds_quant_scale")
 
 
-def gather_dtype(param: Any) -> torch.dtype:
+def gather_dtype(param: Zero3Parameter) -> torch.dtype:
     """Return the dtype in which ``param`` is gathered; with DeepSpeed's ``torch_autocast``, it may not be its own."""
     from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
     return get_allgather_dtype(param, param.ds_tensor)
 
 
-def shard_dtype(param: Any) -> torch.dtype:
+def shard_dtype(param: Zero3Parameter) -> torch.dtype:
     return param.ds_tensor.dtype
 
 
-def has_own_group(param: Any) -> bool:
+def has_own_group(param: nn.Parameter) -> bool:
     """Return whether :func:`shard_over` or DeepSpeed has chosen a process group for this parameter alone."""
     return hasattr(param, "ds_zero_partition_process_group")
 
 
-def shard_over(param: Any, group: Any) -> None:
+def shard_over(param: Any, group: dist.ProcessGroup) -> None:
     """Make ZeRO-3 shard ``param``, still full, over ``group``, with the values of the group's first rank."""
     contract.need(deepspeed_internals.PARAM_GROUP, "leave shard_over() out")
     param.ds_zero_partition_process_group = group
@@ -285,7 +298,7 @@ def shard_over(param: Any, group: Any) -> None:
     param.ds_optim_param = True
 
 
-def wrap_zero_init(check: Callable[[Any, Any], None]) -> None:
+def wrap_zero_init(check: Callable[[dist.ProcessGroup, dist.ProcessGroup], None]) -> None:
     """Call ``check(inner group, outer group)`` when a ``zero.Init`` of this process is entered inside another.
 
     Only if the inner one is enabled and has a process group of fewer than all ranks.

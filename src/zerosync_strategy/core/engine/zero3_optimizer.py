@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, zero3
 from zerosync_strategy.core.engine.parameter import record_of
+from zerosync_strategy.core.engine.types import Zero3Optimizer, Zero3Parameter
 from zerosync_strategy.core.engine.zero import MasterShard, offloads, step_torch_optimizer, sum_of_squares
 
 
-def param_groups(optimizer: Any) -> list[list[Any]]:
+def param_groups(optimizer: Zero3Optimizer) -> list[list[nn.Parameter]]:
     """Return the parameters of the optimizer, by DeepSpeed's groups."""
     return optimizer.fp16_groups
 
 
-def gradient_group(optimizer: Any, param: Any) -> Any:
+def gradient_group(optimizer: Zero3Optimizer, param: nn.Parameter) -> dist.ProcessGroup:
     """Return the process group whose ranks each have a shard of the gradient of ``param``."""
     if not contract.has(deepspeed_internals.PARAM_GROUP):
         return optimizer.dp_process_group
     return optimizer._get_param_partition_group(param)
 
 
-def averaging_divisor(optimizer: Any, params: list[Any], world_size: int) -> float:
+def averaging_divisor(optimizer: Zero3Optimizer, params: Sequence[nn.Parameter], world_size: int) -> float:
     """Return the divisor for a sum of the gradients of ``params`` over ``world_size`` ranks."""
     if not contract.has(deepspeed_internals.AVERAGED_RANKS):
         return float(world_size)
     return float(optimizer._gradient_averaging_world_size(params, world_size))
 
 
-def gradient_shards(optimizer: Any) -> dict[int, torch.Tensor]:
+def gradient_shards(optimizer: Zero3Optimizer) -> dict[int, torch.Tensor]:
     """Return this rank's shard of each gradient, flat, by parameter id."""
     return getattr(optimizer, deepspeed_internals.GRADIENT_SHARDS)
 
 
-def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> None:
+def hand_over_gradients(optimizer: Zero3Optimizer, params: Iterable[Zero3Parameter], joined: bool) -> None:
     """Give the gradient shards of ``params`` to the next step; if ``joined``, joined by sub-group if possible."""
     shards = gradient_shards(optimizer)
     if offloads(optimizer) and contract.has(deepspeed_internals.STEPPED_OFFLOADED):
@@ -57,12 +59,12 @@ def hand_over_gradients(optimizer: Any, params: Iterable[Any], joined: bool) -> 
         optimizer.averaged_gradients[index] = [shards[param.ds_id] for param in group] if whole is None else [whole]
 
 
-def give_gradients(optimizer: Any, by_group: list[list[torch.Tensor]]) -> None:
+def give_gradients(optimizer: Zero3Optimizer, by_group: list[list[torch.Tensor]]) -> None:
     """Set the optimizer's own gradients of each sub-group, with any number of elements."""
     optimizer.averaged_gradients = dict(enumerate(by_group))
 
 
-def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
+def _joined_shards(optimizer: Zero3Optimizer, index: int) -> torch.Tensor | None:
     """Return the gradient shards of a sub-group as one tensor, without a copy; ``None`` if they are not contiguous.
 
     DeepSpeed has made them, in this order, as parts of one buffer.
@@ -75,12 +77,12 @@ def _joined_shards(optimizer: Any, index: int) -> torch.Tensor | None:
     return first.as_strided((numel,), (1,))
 
 
-def scales_gradients(optimizer: Any) -> bool:
+def scales_gradients(optimizer: Zero3Optimizer) -> bool:
     """Return whether a step multiplies its gradients, to undo the loss scale or to clip."""
     return bool(optimizer.loss_scale != 1 or optimizer.clip_grad > 0)
 
 
-def step_factor(optimizer: Any, norm: torch.Tensor) -> Any:
+def step_factor(optimizer: Zero3Optimizer, norm: torch.Tensor) -> float | torch.Tensor:
     """Return the factor for gradients of this ``norm``, to undo the loss scale and to clip."""
     scale = optimizer.loss_scale
     if optimizer.clip_grad > 0:
@@ -88,13 +90,13 @@ def step_factor(optimizer: Any, norm: torch.Tensor) -> Any:
     return 1.0 / scale
 
 
-def is_model_parallel(optimizer: Any) -> bool:
+def is_model_parallel(optimizer: Zero3Optimizer) -> bool:
     """Return whether ranks with other parts of the model take part in its norm."""
     return optimizer.model_parallel_group is not None
 
 
 def norm_of_shards(
-    optimizer: Any, said: torch.Tensor, sum_over_ranks: Callable[[torch.Tensor], None]
+    optimizer: Zero3Optimizer, said: torch.Tensor, sum_over_ranks: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:  # fmt: skip
     """Return the norm of the gradients that were handed over; infinity if it is not finite. Collective.
 
@@ -108,7 +110,7 @@ def norm_of_shards(
     return torch.cat([torch.where(norm.isfinite(), norm, torch.inf).double(), summed[1:]])
 
 
-def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def weights(optimizer: Zero3Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's shards of the parameters, flat, with their master weights, if both are in memory.
 
     In fp32, the two may be one tensor, which is left out.
@@ -119,14 +121,14 @@ def weights(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             yield shard.data, master.data
 
 
-def take_master_weights(optimizer: Any, param: Any) -> None:
+def take_master_weights(optimizer: Zero3Optimizer, param: Zero3Parameter) -> None:
     """Set this rank's shard of ``param`` to its master weights, and reshard gathered values."""
     record_of(param).write()
     param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))
     _reshard(param)
 
 
-def take_all_master_weights(optimizer: Any) -> None:
+def take_all_master_weights(optimizer: Zero3Optimizer) -> None:
     """Do so for all parameters, frozen ones included."""
     params = list(itertools.chain.from_iterable(optimizer.fp16_groups))
     for param in params:
@@ -136,14 +138,14 @@ def take_all_master_weights(optimizer: Any) -> None:
         _reshard(param)
 
 
-def shards_written(params: Iterable[Any]) -> None:
+def shards_written(params: Iterable[Zero3Parameter]) -> None:
     """Record that the shards of ``params`` were written, and reshard gathered values."""
     for param in params:
         record_of(param).write()
         _reshard(param)
 
 
-def _reshard(param: Any) -> None:
+def _reshard(param: Zero3Parameter) -> None:
     """Reshard ``param`` in spite of claims, without carrying changes to the shard, which is newer."""
     record = record_of(param)
     record.forget_changes()
@@ -155,13 +157,13 @@ def _reshard(param: Any) -> None:
         record.settle()
 
 
-def flat_master_weights(optimizer: Any) -> list[Any]:
+def flat_master_weights(optimizer: Zero3Optimizer) -> list[torch.Tensor]:
     """Return the master weights that the optimizer steps, by sub-group."""
     return list(optimizer.fp32_partitioned_groups_flat)
 
 
 @contextmanager
-def masters_in_groups(optimizer: Any) -> Iterator[None]:
+def masters_in_groups(optimizer: Zero3Optimizer) -> Iterator[None]:
     """While active, the groups of the torch optimizer have the master weights, as in DeepSpeed's step."""
     optimizer._set_fp32_optimizer_param_groups()
     try:
@@ -170,7 +172,7 @@ def masters_in_groups(optimizer: Any) -> Iterator[None]:
         optimizer._clear_fp32_optimizer_param_groups()
 
 
-def steps_from_disk(optimizer: Any) -> bool:
+def steps_from_disk(optimizer: Zero3Optimizer) -> bool:
     """Return whether master weights and states are on NVMe except while their sub-group is stepped."""
     return bool(getattr(optimizer, "swap_optimizer", False))
 
@@ -181,9 +183,9 @@ class JointStep:
     Otherwise a class that counts its steps by group would count one step per sub-group.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Zero3Optimizer) -> None:
         self._optimizer = optimizer
-        self._gradients: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor | None] = []
 
     def ready(self, index: int) -> None:
         """Take the gradient of sub-group ``index``, which DeepSpeed has ready; with the last one, step."""
@@ -203,7 +205,7 @@ class JointStep:
         reassign_shards(self._optimizer)
 
 
-def master_shards(optimizer: Any) -> list[MasterShard]:
+def master_shards(optimizer: Zero3Optimizer) -> list[MasterShard]:
     """Return this rank's master weights of each group, with the slice of each parameter, padding included.
 
     Raise ``ValueError`` if their states are not in memory, or if another optimizer steps some of them.
@@ -220,21 +222,21 @@ def master_shards(optimizer: Any) -> list[MasterShard]:
     return masters
 
 
-def torch_groups(optimizer: Any) -> list[list[Any]]:
+def torch_groups(optimizer: Zero3Optimizer) -> list[list[nn.Parameter]]:
     """Return the parameters of the optimizer, by the groups of its torch optimizer."""
-    groups: list[list[Any]] = [[] for _ in optimizer.optimizer.param_groups]
+    groups: list[list[nn.Parameter]] = [[] for _ in optimizer.optimizer.param_groups]
     for index, params in enumerate(optimizer.fp16_groups):
         groups[optimizer.sub_group_to_group_id[index]] += params
     return groups
 
 
-def reassign_shards(optimizer: Any) -> None:
+def reassign_shards(optimizer: Zero3Optimizer) -> None:
     """Set the shards of the parameters to the master weights that a step has changed."""
     for index, _ in enumerate(optimizer.fp16_groups):
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
 
 
-def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
+def free_reduction_buffers(optimizer: Zero3Optimizer) -> Callable[[], None]:
     """Free DeepSpeed's own reduction buffers, of ``reduce_bucket_size`` elements; return a function that undoes it.
 
     Their memory, by default 1 GB in bf16, is returned to the device; else the allocator would keep it for the whole
@@ -257,6 +259,6 @@ def free_reduction_buffers(optimizer: Any) -> Callable[[], None]:
     return restore
 
 
-def reload_master_weights(optimizer: Any) -> None:
+def reload_master_weights(optimizer: Zero3Optimizer) -> None:
     """Set the master weights to the present values of the parameters. Collective."""
     optimizer.refresh_fp32_params()

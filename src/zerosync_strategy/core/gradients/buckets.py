@@ -22,7 +22,7 @@ from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.types import ZeroOptimizer
-from zerosync_strategy.core.engine.zero import in_runs
+from zerosync_strategy.core.engine.zero import in_chunks
 from zerosync_strategy.core.gradients.layout import ShardLayout
 from zerosync_strategy.core.gradients.placement import Placement, ReduceScatterInput, Scaling, ShardPart
 from zerosync_strategy.core.options import Budget
@@ -35,16 +35,15 @@ class LocalGradient:
     """The unreduced gradient of one parameter, until ``bucket`` is reduced. It takes ``nbytes`` once it is allocated.
 
     Attributes:
-        place: the tensor that holds it, once this window has collected it. Autograd by itself accumulates into the
-            tensor that ``param.grad`` is.
+        tensor: holds it, once this window has collected it; while it is ``param.grad``, autograd accumulates into it.
         came: something was added since the last step.
     """
 
-    __slots__ = ("bucket", "came", "nbytes", "param", "place")
+    __slots__ = ("bucket", "came", "nbytes", "param", "tensor")
 
     def __init__(self, param: nn.Parameter, bucket: GradientBucket, nbytes: int) -> None:
         self.param, self.bucket, self.nbytes = param, bucket, nbytes
-        self.place: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None
         self.came = False
 
 
@@ -169,24 +168,24 @@ class GradientBucket:
 
     def collect(self, gradient: LocalGradient) -> None:
         """Take an accumulation from ``param.grad``: convert it to the accumulation dtype, and count its memory."""
-        param, place = gradient.param, gradient.place
+        param, held = gradient.param, gradient.tensor
         found = param.grad
-        if found is place and place is not None:
+        if found is held and held is not None:
             return
         if found is None:
-            if self.local.converts and place is not None:  # a hook has set param.grad to None
+            if self.local.converts and held is not None:  # a hook has set param.grad to None
                 self.local.count(-gradient.nbytes)
-                gradient.place = None
+                gradient.tensor = None
             return
         if self.local.converts:
             more = found.detach().to(self.local.dtype)
-            found = more if place is None else place.add_(more)
+            found = more if held is None else held.add_(more)
             param.grad = None
-        if place is None:
+        if held is None:
             if (local := self.local).watch is not None:
                 local.watch()
             local.now += gradient.nbytes  # count() in no call: this is done for each gradient
-        gradient.place = found
+        gradient.tensor = found
 
     def take_head(self, head: torch.Tensor) -> None:
         """Reduce ``head``, too: the first elements of the bucket above, which is reduced before this one."""
@@ -196,7 +195,7 @@ class GradientBucket:
     def reduce_scatter_inputs(self, factor: float) -> Iterator[ReduceScatterInput]:
         """Yield all gradients times ``factor``, with zeros for missing ones. Runs on the reduction stream."""
         with zero3.as_it_is():
-            gradients = [each.place if self.local.converts else each.param.grad for each in self._packs]
+            gradients = [each.tensor if self.local.converts else each.param.grad for each in self._packs]
         if self.streams.concurrent:
             self.read += [gradient for gradient in gradients if gradient is not None]
         memory, head = self.placement.pack(gradients, self.dtype, self._from_above), self.placement.head
@@ -233,10 +232,10 @@ class GradientBucket:
         self.needs_reduce = self.is_fresh = False
         self.grad_ready.clear()
         self._from_above = None
-        self.local.count(-sum([each.nbytes for each in self.gradients if each.place is not None]))
+        self.local.count(-sum([each.nbytes for each in self.gradients if each.tensor is not None]))
         with zero3.as_it_is():
             for gradient in self.gradients:
-                gradient.place = gradient.param.grad = None
+                gradient.tensor = gradient.param.grad = None
 
 
 def cut_into_buckets(
@@ -247,7 +246,7 @@ def cut_into_buckets(
     Backward is expected to complete them from last to first. A bucket has at most ``limit`` bytes, or one parameter.
     """
     for layout in reversed(layouts):
-        yield layout, [params[::-1] for params in in_runs(reversed(layout.params), limit, local.nbytes)][::-1]
+        yield layout, [params[::-1] for params in in_chunks(reversed(layout.params), limit, local.nbytes)][::-1]
 
 
 def bucket_limit(layouts: Sequence[ShardLayout], local: LocalGradients, budget: Budget, limit: int) -> int:

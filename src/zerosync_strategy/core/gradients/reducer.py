@@ -45,7 +45,7 @@ class Reducer:
         items: counts the items over which the gradients of this window are a mean.
         on_reduced: called when the shards have the averages of all ranks, before the program reads or changes them.
         bucket_bytes: most bytes of a bucket, and of a part of a larger parameter.
-        only_adds: the running backward reduces nothing: no work is left for a gradient that has its ``place``.
+        only_adds: the running backward reduces nothing: no work is left for a gradient that has its ``tensor``.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Reducer:
         self.pipeline.closes = last
         if self._to_stream:
             for bucket in self._to_stream if self.streams.concurrent else ():
-                bucket.is_fresh = all(gradient.place is None for gradient in bucket.gradients)
+                bucket.is_fresh = all(gradient.tensor is None for gradient in bucket.gradients)
             self._choose_when_to_reduce(midway=ready is not None)
             self.pipeline.backward_begins()
             self.streams.reductions_wait_for_caller()
@@ -150,7 +150,7 @@ class Reducer:
         if gradient is self._late:
             return False
         bucket = gradient.bucket
-        if gradient.place is None or gradient.param.grad is not gradient.place:
+        if gradient.tensor is None or gradient.param.grad is not gradient.tensor:
             bucket.collect(gradient)
         bucket.needs_reduce = True  # also if this backward has reduced the bucket and accumulates into it again
         if not self._to_stream:
@@ -293,8 +293,8 @@ class Reducer:
         self.pipeline.ready_shards()
         for bucket in self.buckets:
             if not bucket.is_reduced:
-                place = bucket.placement
-                for part in self.shards.parts(bucket.layout, place.offset, place.width):
+                placement = bucket.placement
+                for part in self.shards.parts(bucket.layout, placement.offset, placement.width):
                     part.zero_()
         if self.items.counts and self.layouts:
             self._divide_by_items()

@@ -20,7 +20,7 @@ def unit_of(name: str) -> str:
     ``model.layers.3.mlp.up.weight`` is in ``model.layers.3``, and ``lm_head.weight`` in ``lm_head``.
     """
     parts = name.split(".")
-    numbered = next((place + 1 for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    numbered = next((index + 1 for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[:numbered]) or name
 
 
@@ -44,10 +44,10 @@ class UnitNorms:
         trained = set(shards.params)
         unit_by_param = {param: unit_of(name) for param, name in names.items() if param in trained}
         self._units = list(dict.fromkeys(unit_by_param.values()))
-        places = {unit: place for place, unit in enumerate(self._units)}
-        self._place_of = {param: places[unit] for param, unit in unit_by_param.items()}
-        self._places: torch.Tensor | None = None  # of the parts of the shards; made once, as it is copied
-        self._copy = HostCopy(shards.streams, len(places), torch.float64)
+        indices = {unit: index for index, unit in enumerate(self._units)}
+        self._index_of = {param: indices[unit] for param, unit in unit_by_param.items()}
+        self._indices: torch.Tensor | None = None  # of the parts of the shards; made once, as it is copied
+        self._copy = HostCopy(shards.streams, len(indices), torch.float64)
         self._scale = 1.0
 
     @torch.no_grad()
@@ -55,12 +55,12 @@ class UnitNorms:
         """Begin to add up the squares of the shards over the ranks."""
         with phase("unit norms"):
             squares = torch.zeros(len(self._units), dtype=torch.float64, device=self._shards.params[0].device)
-            parts = [(self._place_of[param], part) for param, _, part in self._shards.of_params()]
-            if self._places is None:
-                self._places = torch.tensor([place for place, _ in parts], dtype=torch.int64, device=squares.device)
+            parts = [(self._index_of[param], part) for param, _, part in self._shards.of_params()]
+            if self._indices is None:
+                self._indices = torch.tensor([index for index, _ in parts], dtype=torch.int64, device=squares.device)
             if parts:
                 norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for _, part in parts])
-                squares.index_add_(0, self._places, norms.to(squares.device, torch.float64).square())
+                squares.index_add_(0, self._indices, norms.to(squares.device, torch.float64).square())
             self._shards.sum_over_ranks(squares)
             self._copy.begin(squares)
         self._scale = float(self._shards.optimizer.loss_scale)

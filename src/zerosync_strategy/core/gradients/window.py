@@ -156,7 +156,7 @@ class Window:
     def added(self, gradient: LocalGradient, param: nn.Parameter) -> None:
         """Process an accumulation by autograd into ``param.grad``."""
         # Called for every gradient of every backward, so it makes no further call if nothing is to be done (H6).
-        if not self._reducer.only_adds or param.grad is not gradient.place:
+        if not self._reducer.only_adds or param.grad is not gradient.tensor:
             self.gradient_ready(gradient)
 
     def gradient_ready(self, gradient: LocalGradient) -> None:

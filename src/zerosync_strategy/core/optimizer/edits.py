@@ -66,7 +66,7 @@ def write_gathered_to_shards(params: Iterable[nn.Parameter], names: Mapping[nn.P
                 f"Parameter {names.get(param, 'of the optimizer')!r} was given new data while ZeRO-3 had it sharded,"
                 f" where it would be lost. Change it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
             )
-    if pairs := zero3.own_parts(gathered):
+    if pairs := zero3.shard_pairs(gathered):
         torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs], non_blocking=True)
 
 

@@ -122,7 +122,7 @@ class ExchangedStepper(WholeStepper):
         itemsize = self._flats[0].element_size()
         self._sent = Sent()  # bytes of a rank on average: the shards of all parameters
         for layout in (layout for layout in shards.layouts if isinstance(layout, OwnedLayout)):
-            for params in zero.in_runs(layout.params, reducer.bucket_bytes // itemsize, zero3.full_numel):
+            for params in zero.in_chunks(layout.params, reducer.bucket_bytes // itemsize, zero3.full_numel):
                 self._batches.append(_Batch(layout, params))
             for param in layout.own_offsets:
                 flat = self._flats[self._places[param][0]]

@@ -279,9 +279,9 @@ class FlatMasters(Masters):
         flat = zero12.flat_parameters(self._optimizer, layout.group_index)
         shard = shard_of(self._optimizer, layout.group_index)
         for bucket in buckets:
-            label, place = f"the gather of the updated parameters {bucket.names}", bucket.placement
-            assert isinstance(place, (StripePlacement, OwnedPlacement))
-            self._in_flight[bucket] = place.give(flat, shard, tag, label)
+            label, placement = f"the gather of the updated parameters {bucket.names}", bucket.placement
+            assert isinstance(placement, (StripePlacement, OwnedPlacement))
+            self._in_flight[bucket] = placement.give(flat, shard, tag, label)
 
     def forget_gathers(self) -> None:
         """Forget the gathers of a step that raised, without waiting for them."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from zerosync_strategy.core.comm.collectives import broadcast_object
 from zerosync_strategy.core.engine import zero, zero12
-from zerosync_strategy.core.engine.saved_files import State, masters_of, torch_state_of, with_torch_state
+from zerosync_strategy.core.engine.saved_files import SavedState, masters_of, torch_state_of, with_torch_state
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.gradients.owned import OwnedLayout
 from zerosync_strategy.core.gradients.shards import GradientShards
@@ -213,7 +213,7 @@ class StatesByName:
         """Return the names of the parameters that this rank owns, by the torch optimizer's groups."""
         return self._stepper.names(self._names)
 
-    def save(self, stock: Callable[[], State]) -> State:
+    def save(self, stock: Callable[[], SavedState]) -> SavedState:
         """Return the state of the optimizer for a checkpoint; ``stock`` returns DeepSpeed's."""
         with self._stepper.masters_in_stock_layout():
             state = stock()

@@ -3,10 +3,10 @@
 Without this, a unit is gathered for each forward and backward, though its values change only in the optimizer step. A
 held parameter stays unsharded until the step reshards it.
 
-Held parameters are gathered in *runs*. A run has parameters of one process group, in the order in which they were
-built. Each unit waits for its own runs (U2). If all parameters of the model are held, the first unit that needs one in
-a window issues all gathers; later units do not communicate, and ranks may run different modules (W6). Else a unit
-issues its own runs and the next ones, in the order of U1.
+Held parameters are gathered in *chunks*: parameters of one process group, in the order in which they were built. Each
+unit waits for its own chunks (U2). If all parameters of the model are held, the first unit that needs one in a window
+issues all gathers; later units do not communicate, and ranks may run different modules (W6). Else a unit issues its own
+chunks and the next ones, in the order of U1.
 
 A ``GatheredParameters`` context that writes, or a checkpoint, may reshard a held parameter. The unit's hooks check for
 that before and after its forward, and the start of a backward checks all parameters that the backward may need.
@@ -14,10 +14,10 @@ that before and after its forward, and the start of a backward checks all parame
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from zerosync_strategy.core.engine import zero3
@@ -25,32 +25,16 @@ from zerosync_strategy.core.engine.parameter import PHASE, SHARDED, STEPS, UNSHA
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.engine.transitions import claim, divide_anew, drop, reshard, sort_out
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.issuing import ParameterGather, arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
-from zerosync_strategy.core.params.units import Unit
+from zerosync_strategy.core.params.units import HeldChunk, Unit
 
 RECEIVED = 2
 """Receive buffers that the gathers of held parameters may use at a time."""
 AHEAD = 2
-"""Runs to gather ahead if not all parameters are held."""
-
-
-@dataclass
-class HeldRun:
-    """Held parameters that are gathered by one message.
-
-    Attributes:
-        place: its place among all runs; the runs of a process group are contiguous.
-        group: the place of the process group in the order of gathers (U1).
-        params: in the order in which they were built.
-        issued: in this window, the gather of what was sharded has been issued.
-    """
-
-    place: int
-    group: int
-    params: list[Any]
-    issued: bool = False
+"""Chunks to gather ahead if not all parameters are held."""
 
 
 class ParameterCache:
@@ -64,8 +48,8 @@ class ParameterCache:
         self._units, self._scheduler, self.plan = units, scheduler, plan
         self._steps = False  # an optimizer step is under way
         self.infers = False
-        self._runs: list[HeldRun] = []
-        self._run_of: dict[Record, HeldRun] = {}
+        self._chunks: list[HeldChunk] = []
+        self._chunk_of: dict[Record, HeldChunk] = {}
         scheduler.before_read = self.before_read
         if plan.holds_all:
             self._hold_units()
@@ -83,8 +67,8 @@ class ParameterCache:
         """Start a new window: a step has resharded ``params``, except those that it does not change."""
         records = [param._zerosync_record for param in params]
         self.plan.drop([record for record in records if not record.bits & STEPS])
-        for run in self._runs:
-            run.issued = False
+        for chunk in self._chunks:
+            chunk.issued = False
         for unit in self._units:
             unit.pending = True
         if self.plan.counts and self.plan.count_window():
@@ -129,31 +113,36 @@ class ParameterCache:
             self._issue_all()
         arrived(self.plan.records)
         records = [record for record in self.plan.records if zero3.is_released(record.param)]
-        runs = self._scheduler.runs(record.param for record in records)
-        for gather in [gather for _, of_group in runs for run in of_group for gather in self._scheduler.issue(run)]:
+        chunks = self._scheduler.chunks(record.param for record in records)
+        issued = [self._scheduler.issue(chunk) for _, of_group in chunks for chunk in of_group]
+        for gather in itertools.chain.from_iterable(issued):
             gather.wait()
         return records
 
     # ---- units whose parameters are all held -----------------------------------------------------------------------
 
     def _hold_units(self) -> None:
-        """Divide the parameters of held units into runs, and assign each unit its runs."""
+        """Divide the parameters of held units into chunks, and assign each unit its chunks."""
         divide_anew(self.plan.records)
         held = [unit for unit in self._units if self.plan.holds_all or (unit.params and all(map(_stays, unit.records)))]
         unit_of = {param: unit for unit in held for param in unit.params}
-        self._runs, self._run_of = [], {}
+        self._chunks, self._chunk_of = [], {}
         for trains in (True, False):  # separately, since frozen ones are gathered once
             params = [param for param in unit_of if param.requires_grad == trains]
-            for group, runs in self._scheduler.runs(params, unit_of):
-                for members in runs:
-                    self._runs.append(run := HeldRun(len(self._runs), group, members))
-                    self._run_of.update((param._zerosync_record, run) for param in members)
+            for group, chunks in self._scheduler.chunks(params, unit_of):
+                for members in chunks:
+                    self._chunks.append(chunk := HeldChunk(len(self._chunks), group, members))
+                    self._chunk_of.update((param._zerosync_record, chunk) for param in members)
         for unit in self._units:
             unit.held = None
         for unit in held:
-            unit.held = [self._runs[place] for place in sorted({self._run_of[record].place for record in unit.records})]
+            unit.held = self._chunks_of(unit.records)
 
-    def use(self, unit: Unit, model_runs: bool) -> None:
+    def _chunks_of(self, records: Iterable[Record]) -> list[HeldChunk]:
+        """Return the chunks with ``records``, in their order."""
+        return [self._chunks[index] for index in sorted({self._chunk_of[record].index for record in records})]
+
+    def before_forward(self, unit: Unit, model_runs: bool) -> None:
         """Unshard ``unit``, which is held, for its forward. ``model_runs``: a forward of the whole model is running."""
         if unit.pending or zero3.least_status(unit.params) != UNSHARDED:
             self._unshard(unit, model_runs)
@@ -161,7 +150,7 @@ class ParameterCache:
                 for record in unit.records:
                     record.use()
 
-    def used(self, unit: Unit) -> None:
+    def after_forward(self, unit: Unit) -> None:
         """Unshard ``unit`` again if its forward has resharded some of it, because the backward needs it."""
         if zero3.least_status(unit.params) != UNSHARDED:
             self._unshard(unit, False)
@@ -173,16 +162,16 @@ class ParameterCache:
         """Unshard a unit, make the current stream wait for its gathers, and issue the next ones."""
         if self.plan.holds_all:
             self._issue_all()
-        runs = [] if self.infers else unit.held or []
+        chunks = [] if self.infers else unit.held or []
         is_sharded = zero3.least_status(unit.params) == SHARDED
-        turn = {run.place: run for run in runs if is_sharded or not run.issued}
+        due = {chunk.index: chunk for chunk in chunks if is_sharded or not chunk.issued}
         if model_runs and not self.plan.holds_all:
-            for run in runs:
-                for ahead in self._runs[run.place + 1 : run.place + 1 + AHEAD]:
-                    if ahead.group == run.group and not ahead.issued:
-                        turn[ahead.place] = ahead
-        if turn:
-            self._issue([turn[place] for place in sorted(turn)])
+            for chunk in chunks:
+                for ahead in self._chunks[chunk.index + 1 : chunk.index + 1 + AHEAD]:
+                    if ahead.group == chunk.group and not ahead.issued:
+                        due[ahead.index] = ahead
+        if due:
+            self._issue([due[index] for index in sorted(due)])
         gathers = dict.fromkeys([record.gather for record in unit.records])
         pending = [gather for gather in gathers if gather is not None and not gather.is_complete]
         for gather in pending:
@@ -191,22 +180,22 @@ class ParameterCache:
         unit.pending = not all([gather.is_complete for gather in pending])
 
     def _issue_all(self) -> None:
-        """Issue the gathers of all runs that are missing in this window, on every rank alike (W6)."""
-        if missing := [run for run in self._runs if not run.issued]:
+        """Issue the gathers of all chunks that are missing in this window, on every rank alike (W6)."""
+        if missing := [chunk for chunk in self._chunks if not chunk.issued]:
             self._issue(missing)
 
     @internal
-    def _issue(self, runs: Iterable[HeldRun]) -> None:
-        """Issue the gathers of what is sharded of ``runs``.
+    def _issue(self, chunks: Iterable[HeldChunk]) -> None:
+        """Issue the gathers of what is sharded of ``chunks``.
 
         On a device with streams, what at most :data:`RECEIVED` of them have received waits for a unit to take it.
         """
         in_flight: deque[ParameterGather] = deque()
-        for run in runs:
+        for chunk in chunks:
             while len(in_flight) >= RECEIVED:
-                in_flight.popleft().land_behind()
-            run.issued = True
-            if missing := zero3.released(run.params):
+                in_flight.popleft().copy_out_on_gather_stream()
+            chunk.issued = True
+            if missing := zero3.released(chunk.params):
                 in_flight.extend(self._scheduler.issue(missing))
                 self.plan.claim([param._zerosync_record for param in missing])
 
@@ -217,19 +206,19 @@ class ParameterCache:
         held = [record for record in self.plan.records if record.bits & WINDOW]
         if not any(not zero3.is_persistent(param) for param in zero3.released([record.param for record in held])):
             return
-        records = [record for record in held if record in self._run_of]
-        self._issue([self._runs[place] for place in sorted({self._run_of[record].place for record in records})])
+        records = [record for record in held if record in self._chunk_of]
+        self._issue(self._chunks_of(records))
         arrived(records)
 
-    def before_read(self, params: Iterable[Any]) -> None:
-        """Issue the runs of ``params`` for a reader that no hook serves."""
+    def before_read(self, params: Iterable[Zero3Parameter]) -> None:
+        """Issue the chunks of ``params`` for a reader that no hook serves."""
         if self._steps:
-            return  # at its end DeepSpeed gathers persistent parameters; the rest of their run is not needed
+            return  # at its end DeepSpeed gathers persistent parameters; the rest of their chunk is not needed
         for param in params:
-            if (run := self._run_of.get(param._zerosync_record)) is not None:
+            if (chunk := self._chunk_of.get(param._zerosync_record)) is not None:
                 if self.plan.holds_all:
                     self._issue_all()
-                self._issue((run,))
+                self._issue((chunk,))
 
     def stepping(self) -> AbstractContextManager[None]:
         """Around an optimizer step, which leaves held parameters unsharded if it does not change them."""
@@ -275,7 +264,7 @@ class ParameterCache:
             free = [record for record in free if record.plain]
         if free:
             with zero3.as_it_is():
-                reshard(free, returns=True)
+                reshard(free, keeps_storage=True)
 
     def recover(self) -> None:
         self.reshard([record for record in self.plan.records if not record.hold])
@@ -286,7 +275,7 @@ class ParameterCache:
         arrived(records)
         gathered = zero3.gathered(records)
         if plain := [record for record in gathered if record.plain]:
-            reshard(plain, returns=False)
+            reshard(plain, keeps_storage=False)
         for record in gathered:
             if not record.plain:
                 record.param.partition()

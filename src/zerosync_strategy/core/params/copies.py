@@ -25,6 +25,7 @@ from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.torch_internals import for_training
+from zerosync_strategy.core.engine.types import Zero3Parameter
 
 _PAGE = 4096  # least bytes of a block of pinned memory
 Values = TypeVar("Values")
@@ -54,42 +55,42 @@ class Copies(ABC, Generic[Values]):
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        self._copies: dict[Any, _Copy[Values]] = {}
+        self._copies: dict[Zero3Parameter, _Copy[Values]] = {}
         self.now = self.peak_bytes = 0
-        self._at_begin: dict[Any, int | None] = {}  # the copies that were valid when the window began
-        self.chosen: set[Any] | None = None
+        self._at_begin: dict[Zero3Parameter, int | None] = {}  # the copies that were valid when the window began
+        self.chosen: set[Zero3Parameter] | None = None
 
-    def may_have(self, param: Any) -> bool:
+    def may_have(self, param: Zero3Parameter) -> bool:
         return True
 
     @abstractmethod
-    def bytes_of(self, param: Any) -> int:
+    def bytes_of(self, param: Zero3Parameter) -> int:
         """Return the bytes of the memory of a copy of ``param``."""
 
     @abstractmethod
-    def _allocate(self, param: Any) -> Values:
+    def _allocate(self, param: Zero3Parameter) -> Values:
         """Return memory for a copy of ``param``, of :meth:`bytes_of` bytes."""
 
     @abstractmethod
-    def renew(self, param: Any) -> None:
+    def renew(self, param: Zero3Parameter) -> None:
         """Copy the present values of a gathered ``param`` that has a copy, on the current stream."""
 
-    def get(self, param: Any) -> Values | None:
+    def get(self, param: Zero3Parameter) -> Values | None:
         copy = self._copies.get(param)
         return copy.values if copy is not None and copy.writes == param._zerosync_record.writes else None
 
     def all_values(self) -> list[Values]:
         return [copy.values for copy in self._copies.values()]
 
-    def keeps(self, param: Any) -> bool:
+    def keeps(self, param: Zero3Parameter) -> bool:
         """Return whether ``param`` is copied once per window and then read from the copy."""
         return param in (self._copies if self.chosen is None else self.chosen)
 
-    def was_there(self, param: Any) -> bool:
+    def was_there(self, param: Zero3Parameter) -> bool:
         """Return whether the present values of ``param`` had a copy when the window began."""
         return param in self._at_begin and self._at_begin[param] == param._zerosync_record.writes
 
-    def to_fill(self, param: Any) -> Values | None:
+    def to_fill(self, param: Zero3Parameter) -> Values | None:
         """Return the memory to which to copy the values of ``param``, just gathered, and mark this copy as valid.
 
         Return ``None`` if a copy exists, is not wanted, or does not fit.
@@ -108,7 +109,7 @@ class Copies(ABC, Generic[Values]):
         copy.writes = param._zerosync_record.writes
         return copy.values
 
-    def choose(self, params: set[Any], leaving: Iterable[Any]) -> None:
+    def choose(self, params: set[Zero3Parameter], leaving: Iterable[Zero3Parameter]) -> None:
         """Keep copies of ``params``, and existing copies of ``leaving`` that also fit until the device holds them."""
         self.chosen = params
         room = None if self.limit is None else self.limit - sum(map(self.bytes_of, params))
@@ -116,7 +117,7 @@ class Copies(ABC, Generic[Values]):
         self.free(param for param in list(self._copies) if param not in stays)
         self.peak_bytes = self.now  # of the coming window
 
-    def free(self, params: Iterable[Any]) -> None:
+    def free(self, params: Iterable[Zero3Parameter]) -> None:
         for param in params:
             if (copy := self._copies.pop(param, None)) is not None:
                 self.now -= copy.nbytes
@@ -126,7 +127,9 @@ class Copies(ABC, Generic[Values]):
         self._at_begin = {param: copy.writes for param, copy in self._copies.items() if self.get(param) is not None}
 
 
-def fitting(params: Iterable[Any], room: int | None, bytes_of: Callable[[Any], int] = zero3.full_bytes) -> list[Any]:
+def fitting(
+    params: Iterable[Zero3Parameter], room: int | None, bytes_of: Callable[[Zero3Parameter], int] = zero3.full_bytes
+) -> list[Zero3Parameter]:
     """Return the parameters of ``params``, in order, that fit into ``room`` bytes; all if it is ``None``."""
     chosen = []
     for param in params:
@@ -154,14 +157,14 @@ class HostCache(Copies[list[torch.Tensor]]):
         self._streams = streams
         self.loaded_bytes = 0
 
-    def bytes_of(self, param: Any) -> int:
+    def bytes_of(self, param: Zero3Parameter) -> int:
         return sum(self._blocks_of(param))
 
-    def _blocks_of(self, param: Any) -> list[int]:
+    def _blocks_of(self, param: Zero3Parameter) -> list[int]:
         nbytes = zero3.full_bytes(param)
         return pinned_blocks(nbytes) if self._streams.concurrent else [nbytes]
 
-    def _allocate(self, param: Any) -> list[torch.Tensor]:
+    def _allocate(self, param: Zero3Parameter) -> list[torch.Tensor]:
         values, left = [], zero3.full_numel(param)
         with torch.inference_mode(False):
             for nbytes in self._blocks_of(param):
@@ -170,19 +173,19 @@ class HostCache(Copies[list[torch.Tensor]]):
                 left -= numel
         return values
 
-    def keep(self, params: Iterable[Any]) -> None:
+    def keep(self, params: Iterable[Zero3Parameter]) -> None:
         """Copy those of ``params`` that are to be kept. All have just been gathered, on the current stream."""
         for param in params:
             if (values := self.to_fill(param)) is not None:
                 _store(param, values)
 
-    def renew(self, param: Any) -> None:
+    def renew(self, param: Zero3Parameter) -> None:
         _store(param, self._copies[param].values)
 
-    def count_loaded(self, params: Iterable[Any]) -> None:
+    def count_loaded(self, params: Iterable[Zero3Parameter]) -> None:
         self.loaded_bytes += sum(map(zero3.full_bytes, params))
 
-    def choose(self, params: set[Any], leaving: Iterable[Any]) -> None:
+    def choose(self, params: set[Zero3Parameter], leaving: Iterable[Zero3Parameter]) -> None:
         super().choose(params, leaving)
         self._streams.give_host_memory_back()
 
@@ -191,7 +194,7 @@ class HostCache(Copies[list[torch.Tensor]]):
         self.loaded_bytes = 0
 
 
-def _store(param: Any, parts: list[torch.Tensor]) -> None:
+def _store(param: Zero3Parameter, parts: list[torch.Tensor]) -> None:
     sizes = [part.numel() for part in parts]
     torch._foreach_copy_(parts, param.data.reshape(-1).split(sizes), non_blocking=True)
 
@@ -222,14 +225,14 @@ class NodeShards(Copies[torch.Tensor]):
         super().__init__(limit)
         self.shared = shared
 
-    def may_have(self, param: Any) -> bool:
+    def may_have(self, param: Zero3Parameter) -> bool:
         return _nodes(param) is not None
 
-    def bytes_of(self, param: Any) -> int:
+    def bytes_of(self, param: Zero3Parameter) -> int:
         nodes = _nodes(param)
         return 0 if nodes is None else nodes.count * zero3.shard_numel(param) * zero3.gather_dtype(param).itemsize
 
-    def _allocate(self, param: Any) -> torch.Tensor:
+    def _allocate(self, param: Zero3Parameter) -> torch.Tensor:
         nodes = _nodes(param)
         shape, dtype = (nodes.count, zero3.shard_numel(param)), zero3.gather_dtype(param)
         with torch.inference_mode(False):
@@ -243,7 +246,7 @@ class NodeShards(Copies[torch.Tensor]):
             if nodes is not None and (values := self.to_fill(param)) is not None:
                 values.copy_(nodes.rows_of_local_rank(rows))
 
-    def renew(self, param: Any) -> None:
+    def renew(self, param: Zero3Parameter) -> None:
         nodes = _nodes(param)
         values = self._copies[param].values
         padded = values.new_zeros(nodes.size * values.numel())
@@ -251,15 +254,15 @@ class NodeShards(Copies[torch.Tensor]):
         values.copy_(nodes.rows_of_local_rank(padded.view(-1, values.shape[1])))
 
 
-def _nodes(param: Any) -> Any:
+def _nodes(param: Zero3Parameter) -> Any:
     return param._zerosync_record.group.nodes
 
 
 @for_training
 def gather_node_shards(
-    nodes: Any, shards: Mapping[Any, torch.Tensor], counter: SentCounter, tag: int, label: object
+    nodes: Any, shards: Mapping[Zero3Parameter, torch.Tensor], counter: SentCounter, tag: int, label: object
 ) -> gathering.Arrival:
-    """Gather parameters as :class:`gathering.Message` does, but from the ranks of this node alone.
+    """Gather parameters as :class:`gathering.ShardGather` does, but from the ranks of this node alone.
 
     ``shards``: by parameter, this rank's node shard, one row per node; all of one dtype.
     """

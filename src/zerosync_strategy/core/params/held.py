@@ -16,6 +16,7 @@ from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.engine import zero3
 from zerosync_strategy.core.engine.parameter import STEPS, WINDOW, Record
 from zerosync_strategy.core.engine.transitions import claim, drop
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.params.copies import fitting
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 
@@ -37,7 +38,11 @@ class HoldPlan:
     """
 
     def __init__(
-        self, scheduler: GatherScheduler, budget: int | None, automatic: bool, is_constant: Callable[[Any], bool]
+        self,
+        scheduler: GatherScheduler,
+        budget: int | None,
+        automatic: bool,
+        is_constant: Callable[[Zero3Parameter], bool],
     ) -> None:
         self.records, self.automatic = scheduler.records, automatic
         self.host, self.node_shards = scheduler.issuing.host, scheduler.issuing.node_shards
@@ -73,7 +78,7 @@ class HoldPlan:
 
     # ---- the choice ----------------------------------------------------------------------------------------------
 
-    def count(self, params: Iterable[Any]) -> None:
+    def count(self, params: Iterable[Zero3Parameter]) -> None:
         """Count the sharded parameters among ``params``, which units are about to gather."""
         self._gathers.update(param._zerosync_record for param in zero3.released(params))
 
@@ -108,12 +113,12 @@ class HoldPlan:
         """Return the bytes of node shards, within the budget, if all parameters that save bytes by one had one."""
         return sum(map(self._shard_bytes, self._saving()))
 
-    def _shard_bytes(self, param: Any) -> int:
+    def _shard_bytes(self, param: Zero3Parameter) -> int:
         """Return the bytes of the node shard, within the budget, that ``param`` may have; 0 if it has none."""
         shards = self._in_budget
         return shards.bytes_of(param) if shards is not None and self._is_plain(param) else 0
 
-    def _saving(self) -> list[Any]:
+    def _saving(self) -> list[Zero3Parameter]:
         """Return the parameters that are gathered more than once per window, in falling order of what they save."""
         constants = set(self.constants)
         # The order must be the same on all ranks; ids are.
@@ -139,7 +144,7 @@ class HoldPlan:
             copies.choose(chosen, filter(copies.may_have, leaving))
             others = [param for param in others if param not in chosen]
 
-    def _fitting(self, params: list[Any], budget: int) -> list[Any]:
+    def _fitting(self, params: list[Zero3Parameter], budget: int) -> list[Zero3Parameter]:
         """Return the parameters of ``params``, in order, to hold within ``budget`` bytes.
 
         Node shards in the same budget take precedence: they save as many bytes between nodes and take less memory.

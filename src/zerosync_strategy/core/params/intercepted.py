@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zerosync_strategy.core.engine import compilation, patches, zero3
 from zerosync_strategy.core.engine.parameter import Record, record_of
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.failures import misused_gradients
 from zerosync_strategy.core.params.state_entries import (
     CONVERSIONS,
@@ -46,7 +47,7 @@ from zerosync_strategy.core.params.state_entries import (
     Copied,
     StateEntry,
 )  # fmt: skip
-from zerosync_strategy.core.params.values import REMEDY, Memory, ParameterValues
+from zerosync_strategy.core.params.values import REMEDY, GatheredValues, ParameterValues
 
 
 class _Intercepted:
@@ -102,7 +103,7 @@ class _AtRest(_Sharded):
 class Alias(_Sharded, torch.Tensor):
     """Another tensor for a sharded parameter: ``p.data`` and ``p.detach()``, without its gradient; ``p.view_as(p)``."""
 
-    zerosync_param: Any
+    zerosync_param: Zero3Parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +154,7 @@ class Entry(StateEntry, Alias):
 class Unsharded(_Intercepted, torch.Tensor):
     """Values of a parameter that was read where no hook had gathered it, or a view of them."""
 
-    zerosync_memory: Memory
+    zerosync_values: GatheredValues
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
@@ -163,17 +164,17 @@ class Unsharded(_Intercepted, torch.Tensor):
 
     def __getattr__(self, name: str) -> Any:
         # Attributes by which programs find out whether they have to gather a parameter.
-        return zero3.answer_of_gathered(name, self.zerosync_memory.param)
+        return zero3.answer_of_gathered(name, self.zerosync_values.param)
 
 
-class Read(Unsharded):
+class UnshardedParameter(Unsharded):
     """The whole values, which a program takes for the parameter: questions about a leaf go to the parameter."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in OF_A_LEAF:
             return super().__torch_function__(func, types, args, kwargs)
-        param = args[0].zerosync_memory.param
+        param = args[0].zerosync_values.param
         if func == SET_DATA:
             return _set_data(param, args[1])
         with zero3.as_it_is():
@@ -182,18 +183,18 @@ class Read(Unsharded):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = torch.nn.Parameter(self.zerosync_memory.full.clone(), self.requires_grad)
+            memo[id(self)] = torch.nn.Parameter(self.zerosync_values.full.clone(), self.requires_grad)
         return memo[id(self)]
 
 
-for _class in (Alias, Entry, Unsharded, Read):
+for _class in (Alias, Entry, Unsharded, UnshardedParameter):
     compilation.leave_to_eager_code(_class)
 
 
-def unsharded(tensor: torch.Tensor, memory: Memory, as_a: type[Unsharded] = Unsharded) -> Unsharded:
+def unsharded(tensor: torch.Tensor, memory: GatheredValues, as_a: type[Unsharded] = Unsharded) -> Unsharded:
     """Return ``tensor``, which lies in ``memory``, as a tensor whose changes are written back."""
     tensor.__class__ = as_a
-    tensor.zerosync_memory = memory  # type: ignore[attr-defined]
+    tensor.zerosync_values = memory  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
@@ -216,7 +217,9 @@ def _values_of(tensor: Any) -> ParameterValues:
 
 def _differentiate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a function that looks up tensors in a graph, with their own classes: what was read is the parameter there."""
-    args, kwargs = tree_map(lambda each: each.zerosync_memory.param if type(each) is Read else each, (args, kwargs))
+    args, kwargs = tree_map(
+        lambda each: each.zerosync_values.param if type(each) is UnshardedParameter else each, (args, kwargs)
+    )
     given = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, _Intercepted)}
     classes: list[tuple[Any, type]] = [(each, type(each)) for each in given.values()]
     for each, cls in classes:
@@ -258,8 +261,8 @@ class _Operation:
     """One operation: its operands with values in place of parameters, and what has to be written back."""
 
     def __init__(self) -> None:
-        self._operands: dict[int, tuple[Any, torch.Tensor, Memory, int]] = {}
-        self._gathered: dict[Any, Memory] = {}
+        self._operands: dict[int, tuple[Any, torch.Tensor, GatheredValues, int]] = {}
+        self._gathered: dict[Any, GatheredValues] = {}
         self._used: list[Record] = []  # parameters that are operands themselves
 
     def operand(self, given: Any) -> Any:
@@ -273,18 +276,19 @@ class _Operation:
             self._operands[id(given)] = given, plain, memory, plain._version
         return self._operands[id(given)][1]
 
-    def _unsharded(self, given: Unsharded) -> tuple[torch.Tensor, Memory]:
-        memory = given.zerosync_memory
+    def _unsharded(self, given: Unsharded) -> tuple[torch.Tensor, GatheredValues]:
+        memory = given.zerosync_values
         memory.check()
         plain = given.as_subclass(torch.Tensor)
-        if isinstance(given, Read) and not plain.requires_grad:  # read under no_grad, but perhaps used with gradients
+        if isinstance(given, UnshardedParameter) and not plain.requires_grad:
+            # Read under no_grad, but perhaps used with gradients.
             return memory.for_use(), memory
         return plain, memory
 
-    def _gather(self, given: Any) -> tuple[torch.Tensor, Memory]:
+    def _gather(self, given: Any) -> tuple[torch.Tensor, GatheredValues]:
         param, values = _param_of(given), _values_of(given)
         if param not in self._gathered:
-            self._gathered[param] = values.memory(param)
+            self._gathered[param] = values.read(param)
         memory = self._gathered[param]
         if memory.in_place and given is param:
             self._used.append(record_of(param))
@@ -351,7 +355,7 @@ def _is_given_gradients(alias: Any, requires_grad: bool = True) -> bool:
 def _take_values(alias: Any) -> None:
     """Make ``alias`` an :class:`Unsharded` tensor, to be differentiated by."""
     values, param = _values_of(alias), _param_of(alias)
-    memory = values.memory(param)
+    memory = values.read(param)
     values.expect_gradient(param)
     with zero3.as_it_is():
         alias.data = memory.full

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record, settle
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.transitions import arrive, memory_of
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.agreement import BegunCollectives, GatherActivity
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
@@ -122,7 +122,7 @@ class Issuing:
     """
 
     def __init__(
-        self, engine: Any, streams: Streams, gather_streams: list[Any], host: HostCache | None,
+        self, engine: DeepSpeedEngine, streams: Streams, gather_streams: list[torch.Stream], host: HostCache | None,
         node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
@@ -141,7 +141,7 @@ class Issuing:
         return partial(self.streams.caller_waits_for, [group.stream])
 
     @contextmanager
-    def gathering(self, group: GatherGroup, params: list[Any], noted: bool = False) -> Iterator[int]:
+    def gathering(self, group: GatherGroup, params: list[Zero3Parameter], noted: bool = False) -> Iterator[int]:
         """Around the issue of the gather of ``params``, all of one group; yields its tag.
 
         Off NCCL, it matches only the same gather of other ranks. On NCCL, the ranks compare later what they have
@@ -188,7 +188,7 @@ class Issuing:
         """Note the gather that has just been issued on NCCL, for errors."""
         note_launch(communicator, self._device, activity)
 
-    def activity(self, group: GatherGroup, params: Sequence[Any], reader: str = "") -> GatherActivity:
+    def activity(self, group: GatherGroup, params: Sequence[Zero3Parameter], reader: str = "") -> GatherActivity:
         """Return the activity of a rank that gathers ``params``; its text is made only for an error."""
         return GatherActivity(self.names, zero3.param_ids(params), group.ranks, reader)
 
@@ -201,8 +201,8 @@ class ParameterGather:
     Args:
         activity: what a waiting rank does.
         wait: waits for the message.
-        land: sets the values of the parameters, on the stream that waits first, which it takes; ``None``: they lie in
-            their storages.
+        copy_out: called with the stream that waits first, on which it sets the values of the parameters; ``None``: they
+            lie in their storages.
         packed: the records of parameters whose values the gather has received in memory of its own.
         keeps: the host cache may copy the values.
 
@@ -213,16 +213,18 @@ class ParameterGather:
 
     def __init__(
         self, issuing: Issuing, group: GatherGroup, records: Sequence[Record], activity: Activity,
-        wait: Callable[[], object], land: Callable[[Any], None] | None, packed: Sequence[Record], keeps: bool = True,
+        wait: Callable[[], object], copy_out: Callable[[torch.Stream | None], None] | None, packed: Sequence[Record],
+        keeps: bool = True,
     ) -> None:  # fmt: skip
         self._wait, self.is_done = wait, False
         self._error: Exception | None = None
         self._gather_streams, self._host = issuing.streams, issuing.host
         self._stream, self._is_tagged = group.stream, group.is_tagged
-        self.event: Any = None
-        self._records, self._activity, self._land, self._packed, self._keeps = records, activity, land, packed, keeps
+        self.event: torch.Event | None = None
+        self._records, self._activity = records, activity
+        self._copy_out, self._packed, self._keeps = copy_out, packed, keeps
         self._has_copies = issuing.host is not None or issuing.node_shards is not None
-        self.users: list[Any] = []
+        self.users: list[torch.Stream | None] = []
         nbytes, asked = 0, issuing.count.is_for_step
         for record in records:
             record.gather = self
@@ -257,10 +259,10 @@ class ParameterGather:
                 self._error = error
                 raise
             try:
-                if self._land is None:
+                if self._copy_out is None:
                     has_claims = arrive(self._records)
                 else:
-                    self._land(streams.caller)
+                    self._copy_out(streams.caller)
                     has_claims = True
             except BaseException:  # as when out of memory: the next wait lands it
                 self._wait = _nothing
@@ -271,16 +273,16 @@ class ParameterGather:
                 follows = self._packed or self._has_copies  # the stream of the gather, which reads or frees
                 self.event = streams.record_landing(self._stream) if follows else streams.record_arrival()
             self.is_done = True
-            del self._wait, self._land, self._packed
+            del self._wait, self._copy_out, self._packed
             if self._host is not None and self._keeps:
                 self._keep(self._host)
         if has_claims:
             settle(self._records)
 
-    def land_behind(self) -> None:
-        """Set the values behind the message on the stream that gathers, so that what was received is freed there.
+    def copy_out_on_gather_stream(self) -> None:
+        """Copy the values out on the gather stream, behind the message, so that the received memory is freed there.
 
-        They are in memory of the current stream, which may still be used by its earlier work (L2).
+        The copies are in memory of the current stream, whose earlier work may still use it (L2).
         """
         if self.is_done or not self._packed:
             return
@@ -317,7 +319,7 @@ class ParameterGather:
         if self.event is not None:
             self._gather_streams.share_unshard(self.event, self.users, self._memory)
 
-    def _memory(self) -> list[tuple[torch.Tensor, Any]]:
+    def _memory(self) -> list[tuple[torch.Tensor, torch.Stream | None]]:
         """Return a tensor of each storage in which the values are, and the stream that has allocated it."""
         found = {}
         with zero3.as_it_is():
@@ -335,7 +337,12 @@ def tagged_all_gather(group: GatherGroup, counter: SentCounter, tag: int) -> gat
 
 
 def _all_gather(
-    nodes: Nodes | None, counter: SentCounter, tag: int, source: torch.Tensor, target: torch.Tensor, process_group: Any
+    nodes: Nodes | None,
+    counter: SentCounter,
+    tag: int,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    process_group: dist.ProcessGroup,
 ) -> InFlight:
     rows = target.view(dist.get_world_size(process_group), -1)
     own = rows[dist.get_rank(process_group)]

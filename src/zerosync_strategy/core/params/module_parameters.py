@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from zerosync_strategy.core.comm.nodes import MessageSizes, Topology
@@ -14,6 +14,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import hooks, patches, zero, zero3
 from zerosync_strategy.core.engine.parameter import CONTEXT, Record
 from zerosync_strategy.core.engine.several import first_of
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.rank_status import rank_status
 from zerosync_strategy.core.options import ZeroSyncConfig
 from zerosync_strategy.core.params.cache import ParameterCache
@@ -36,13 +37,15 @@ class ModuleParameters:
     """
 
     def __init__(
-        self, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes, topology: Topology,
-        is_constant: Callable[[Any], bool],
+        self, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes,
+        topology: Topology, is_constant: Callable[[Zero3Parameter], bool],
     ) -> None:  # fmt: skip
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
         self._engines = self.times_written = 0
-        self._of: dict[Any, list[Record]] = {}  # by module: the whole one, and parts of it that have an engine
+        self._records_of: dict[
+            nn.Module, list[Record]
+        ] = {}  # by module: the whole one, and parts of it that have an engine
         groups = gather_groups(engine, topology, streams, config.unshard_streams == "own_communicator")
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
@@ -67,8 +70,8 @@ class ModuleParameters:
 
     @classmethod
     def of(
-        cls, engine: Any, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes, topology: Topology,
-        is_constant: Callable[[Any], bool],
+        cls, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes,
+        topology: Topology, is_constant: Callable[[Zero3Parameter], bool],
     ) -> ModuleParameters:  # fmt: skip
         """Return the :class:`ModuleParameters` of the module of ``engine``, and count one more engine that uses it.
 
@@ -118,13 +121,13 @@ class ModuleParameters:
         self.hooks.recover()
         self.cache.recover()
 
-    def release(self, module: Any) -> None:
+    def release(self, module: nn.Module) -> None:
         """Reshard the parameters of ``module`` before a step or a checkpoint; see :meth:`ParameterCache.release`."""
-        if module not in self._of:
+        if module not in self._records_of:
             params = set(module.parameters())
-            self._of[module] = [record for record in self.scheduler.records if record.param in params]
-        self.hooks.let_go()
-        self.cache.release(self._of[module])
+            self._records_of[module] = [record for record in self.scheduler.records if record.param in params]
+        self.hooks.end_uses()
+        self.cache.release(self._records_of[module])
 
     def written(self, by_step: bool) -> None:
         """Record that an optimizer step or a checkpoint has written the shards, on the current stream."""
@@ -136,7 +139,7 @@ class ModuleParameters:
         self.values.written(by_step)
 
 
-def _require_ungathered(engine: Any) -> None:
+def _require_ungathered(engine: DeepSpeedEngine) -> None:
     """Raise ``ValueError`` if an attached engine with its own hooks gathers a parameter of ``engine``."""
     for name, param in engine.module.named_parameters():
         if "_zerosync_record" in param.__dict__:
@@ -152,10 +155,10 @@ def _require_ungathered(engine: Any) -> None:
 
 
 @contextmanager
-def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None = None) -> Iterator[None]:
+def full_parameters(engine: DeepSpeedEngine, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
     """While active, ``parameters`` (by default all) are full, and what is written to them is kept. Collective.
 
-    Those that a context around this one has gathered are its: it writes them back.
+    It leaves out what a context around this one has gathered, which writes that back.
     """
     if zero.stage(engine) != 3:
         yield
@@ -165,12 +168,12 @@ def full_parameters(engine: Any, parameters: Iterable[torch.nn.Parameter] | None
         yield
 
 
-def _is_in_context(param: Any) -> bool:
+def _is_in_context(param: nn.Parameter) -> bool:
     record = getattr(param, "_zerosync_record", None)
     return record is not None and bool(record.bits & CONTEXT)
 
 
-def _gathered(params: list[Any], modifier_rank: int | None = None) -> AbstractContextManager[None]:
+def _gathered(params: list[nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager[None]:
     from deepspeed import zero as deepspeed_zero
 
     gathered: AbstractContextManager[None] = deepspeed_zero.GatheredParameters(params, modifier_rank=modifier_rank)
@@ -189,15 +192,13 @@ def let_average() -> None:
     patches.wrap(patches.UPDATE_AVERAGE, _update_parameters)
 
 
-def _init(
-    stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module, *args: Any, **kwargs: Any
-) -> None:
+def _init(stock: Callable[..., None], average: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
     if problem := copy_problem(model):
         raise ValueError(f"AveragedModel() {problem}")
     stock(average, model, *args, **kwargs)
 
 
-def _update_parameters(stock: Callable[..., None], average: AveragedModel, model: torch.nn.Module) -> None:
+def _update_parameters(stock: Callable[..., None], average: AveragedModel, model: nn.Module) -> None:
     if not any(map(zero3.is_sharded, model.parameters())):
         return stock(average, model)
     activity = rank_status().activity("AveragedModel.update_parameters()", lambda: "between two steps")
@@ -205,7 +206,7 @@ def _update_parameters(stock: Callable[..., None], average: AveragedModel, model
         stock(average, model)
 
 
-def copy_problem(model: torch.nn.Module) -> str:
+def copy_problem(model: nn.Module) -> str:
     """Return why ``model`` cannot be copied to average it, as the predicate of a sentence; empty if it can."""
     if not any(map(zero3.is_sharded, model.parameters())):
         return ""
@@ -216,6 +217,6 @@ def copy_problem(model: torch.nn.Module) -> str:
     )
 
 
-def readable(parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+def readable(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """While active, ``parameters`` are full; those that a caller has gathered stay gathered. Collective."""
     return _gathered([param for param in parameters if not zero3.is_gathered(param)])

@@ -1,7 +1,7 @@
 """ZeRO-3's gathers: one order on all ranks, a stream per process group, and waits for single gathers.
 
-A *turn* is the parameters that are needed together. They are gathered in the order of (ranks of the process group, id),
-each group separately (U1; ``docs/rules.md`` has the proof). A read where no hook gathers (E1) is a turn of its own.
+Parameters that are needed together are gathered in the order of (ranks of the process group, id), by one request for
+each group (U1; ``docs/rules.md`` has the proof). A read where no hook gathers (E1) is a request of its own.
 
 A stream that waits for a gather waits for no other (U2). An error of the wait says what each rank was gathering.
 """
@@ -21,17 +21,18 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.torch_internals import for_training
-from zerosync_strategy.core.engine.zero import in_runs
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
+from zerosync_strategy.core.engine.zero import in_chunks
 from zerosync_strategy.core.failures.rank_state import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
 from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived
 from zerosync_strategy.core.params.shard_groups import GatherGroup
-from zerosync_strategy.core.params.sources import AllShards, HostCopies, Part, ShardsOfNode, Source
+from zerosync_strategy.core.params.sources import AllShards, GatherRequest, GatherSource, HostCopies, ShardsOfNode
 from zerosync_strategy.core.params.unit_order import UnitOrder
 from zerosync_strategy.core.params.units import Unit
 
 REMEMBERED = 10_000
-"""The most turns that are cached."""
+"""The most sets of parameters whose requests are cached."""
 
 
 class GatherScheduler:
@@ -54,8 +55,8 @@ class GatherScheduler:
     """
 
     def __init__(
-        self, engine: Any, streams: Streams, messages: MessageSizes, groups: Mapping[dist.ProcessGroup, GatherGroup],
-        host: HostCache | None, node_shards: NodeShards | None,
+        self, engine: DeepSpeedEngine, streams: Streams, messages: MessageSizes,
+        groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self._messages = messages
         self.streams = streams
@@ -68,18 +69,18 @@ class GatherScheduler:
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()
         ]
-        self._turns: dict[tuple[int, ...], list[Part]] = {}
-        self._parts: dict[tuple[int, ...], list[Part]] = {}  # of contexts, and of the end of a step
+        self._requests: dict[tuple[int, ...], list[GatherRequest]] = {}
+        self._context_requests: dict[tuple[int, ...], list[GatherRequest]] = {}  # of contexts, and of the end of a step
         has_empty = any(zero3.full_numel(record.param) == 0 for record in self.records)
         self._released = gathering.released_after_empty if has_empty else zero3.released
         streams.record_write()  # when they were built
         self.order = UnitOrder()
         self.in_backward: list[Callable[[int], None]] = []
-        self.before_read: Callable[[Iterable[Any]], None] | None = None
+        self.before_read: Callable[[Iterable[Zero3Parameter]], None] | None = None
         self._shards = AllShards(issuing, engine)
         self.is_plain = self._shards.is_plain
         self.copies: list[Copies[Any]] = [copies for copies in (host, node_shards) if copies is not None]
-        self._nearer: list[Source] = [] if host is None else [HostCopies(issuing)]
+        self._nearer: list[GatherSource] = [] if host is None else [HostCopies(issuing)]
         self._nearer += [] if node_shards is None else [ShardsOfNode(issuing)]
 
     def detach(self) -> None:
@@ -100,13 +101,13 @@ class GatherScheduler:
         for digest in self._digests:
             digest.check(self.issuing.names)
 
-    def backward_comes(self, unit: Unit) -> None:
-        """Report that a backward reaches a call of ``unit``, before it gathers."""
+    def backward_comes(self, unit: Unit, grad: object = None) -> None:
+        """Report that a backward reaches a call of ``unit``, before it gathers. A hook on the outputs of held units."""
         behind = self.order.comes_to(unit)
         for reach in self.in_backward:
             reach(behind)
 
-    def values_in_shards(self, param: Any) -> None:
+    def values_in_shards(self, param: Zero3Parameter) -> None:
         """Record that the caller's stream has written a gathered ``param`` to its shards, with changes or without.
 
         Copies of it are then renewed, because ranks do not tell each other that they are invalid.
@@ -123,60 +124,60 @@ class GatherScheduler:
 
     # ---- issuing -------------------------------------------------------------------------------------------------
 
-    def issue(self, params: Iterable[Any]) -> list[ParameterGather]:
+    def issue(self, params: Iterable[Zero3Parameter]) -> list[ParameterGather]:
         """All-gather the sharded parameters among ``params``, in the order of U1. The first wait sets their values.
 
         Call it in ``zero3.as_it_is()``, and outside of the program's dispatch modes.
         """
         issued: list[ParameterGather] = []
         released = self._released(params)
-        for part in self._turn(released) if released else ():
+        for request in self._requests_for(released) if released else ():
             if not self._nearer:
-                self._shards.issue(part, issued)
+                self._shards.issue(request, issued)
                 continue
             for source in self._nearer:
-                source.issue(part, issued)
-                if not (left := zero3.released(part.params)):
+                source.issue(request, issued)
+                if not (left := zero3.released(request.params)):
                     break
-                part = self._turn(left)[0]
+                request = self._requests_for(left)[0]
             else:
-                self._shards.issue(part, issued)
+                self._shards.issue(request, issued)
         return issued
 
-    def _turn(self, params: Sequence[Any]) -> list[Part]:
-        """Return ``params`` by process group, in the order of gathers. Cached, because units are gathered often."""
+    def _requests_for(self, params: Sequence[Zero3Parameter]) -> list[GatherRequest]:
+        """Return the requests for ``params``, in the order of gathers. Cached, because units are gathered often."""
         ids = zero3.param_ids(params)
-        if ids in self._turns:
-            return self._turns[ids]
-        if len(self._turns) == REMEMBERED:
-            self._turns.clear()
-        found = self._turns[ids] = [self._shards.part(*of_group) for of_group in self.in_order(params)]
+        if ids in self._requests:
+            return self._requests[ids]
+        if len(self._requests) == REMEMBERED:
+            self._requests.clear()
+        found = self._requests[ids] = [self._shards.request(*of_group) for of_group in self.in_order(params)]
         return found
 
-    def in_order(self, params: Iterable[Any]) -> Iterator[tuple[GatherGroup, list[Any]]]:
+    def in_order(self, params: Iterable[Zero3Parameter]) -> Iterator[tuple[GatherGroup, list[Zero3Parameter]]]:
         """Yield ``params`` by process group, in the order of groups, and within a group in the order of ids (U1)."""
         records = sorted({param._zerosync_record for param in params}, key=attrgetter("order"))
         for group, members in groupby(records, attrgetter("group")):
             yield group, [record.param for record in members]
 
-    def runs(
-        self, params: Iterable[Any], unit_of: Mapping[Any, object] | None = None
-    ) -> Iterator[tuple[int, list[list[Any]]]]:
-        """Yield the place of each process group in the order of gathers, and ``params`` in runs for one gather each.
+    def chunks(
+        self, params: Iterable[Zero3Parameter], unit_of: Mapping[Zero3Parameter, object] | None = None
+    ) -> Iterator[tuple[int, list[list[Zero3Parameter]]]]:
+        """Yield the index of each process group in the order of gathers, and ``params`` in chunks for one gather each.
 
-        With ``unit_of``, the parameters of a unit are in one run, unless messages are smaller.
+        With ``unit_of``, the parameters of a unit are in one chunk, unless messages are smaller.
         """
         for group, of_group in self.in_order(params):
             prefetched = self.prefetched_numel * of_group[0].element_size()
             limit = min(max(prefetched, self._messages.least), self._messages.nbytes)
             of_units = [list(of_unit) for _, of_unit in groupby(of_group, unit_of.__getitem__ if unit_of else id)]
-            pieces = [each for piece in of_units for each in in_runs(piece, self._messages.nbytes, zero3.full_bytes)]
-            runs = in_runs(pieces, limit, lambda piece: sum(map(zero3.full_bytes, piece)))
-            yield group.place, [list(chain.from_iterable(run)) for run in runs]
+            pieces = [each for piece in of_units for each in in_chunks(piece, self._messages.nbytes, zero3.full_bytes)]
+            chunks = in_chunks(pieces, limit, lambda piece: sum(map(zero3.full_bytes, piece)))
+            yield group.index, [list(chain.from_iterable(chunk)) for chunk in chunks]
 
     # ---- readers -------------------------------------------------------------------------------------------------
 
-    def arrive(self, *params: Any) -> None:
+    def arrive(self, *params: Zero3Parameter) -> None:
         """Make the current stream wait for ``params`` in flight, after issuing those that are to be held (U2)."""
         if self.before_read is not None:
             self.before_read(params)
@@ -191,7 +192,7 @@ class GatherScheduler:
                 if gather is not None:
                     gather.join()
 
-    def gather_and_wait(self, params: Iterable[Any]) -> None:
+    def gather_and_wait(self, params: Iterable[Zero3Parameter]) -> None:
         """Gather ``params`` for a ``GatheredParameters`` context, or at the end of a step. Collective.
 
         DeepSpeed would treat parameters in flight as gathered, read them too early, and fail when it reshards them.
@@ -201,15 +202,16 @@ class GatherScheduler:
         self.arrive(*own)  # the context reshards them
         released = self._released(own)
         ids, issuing = zero3.param_ids(released), self.issuing
-        if ids not in self._parts:  # a step asks for the same ones each time
-            if len(self._parts) == REMEMBERED:
-                self._parts.clear()
-            self._parts[ids] = [self._turn(run)[0] for _, runs in self.runs(released) for run in runs]
-        for part in self._parts[ids]:
-            with issuing.count.of_context(), issuing.status.activity(part.activity):
-                self._shards.gather_for_context(part)
+        if ids not in self._context_requests:  # a step asks for the same ones each time
+            if len(self._context_requests) == REMEMBERED:
+                self._context_requests.clear()
+            chunks = [chunk for _, of_group in self.chunks(released) for chunk in of_group]
+            self._context_requests[ids] = [self._requests_for(chunk)[0] for chunk in chunks]
+        for request in self._context_requests[ids]:
+            with issuing.count.of_context(), issuing.status.activity(request.activity):
+                self._shards.gather_for_context(request)
 
-    def shard(self, param: Any) -> torch.Tensor | None:
+    def shard(self, param: Zero3Parameter) -> torch.Tensor | None:
         """Return this rank's shard of ``param``, with its present values; ``None`` if it has none."""
         if not self.is_plain(param) or zero3.full_numel(param) == 0:
             return None
@@ -223,7 +225,7 @@ class GatherScheduler:
                 self.streams.host_waits_for_caller()
             return shard
 
-    def unshard(self, param: Any) -> torch.Tensor:
+    def unshard(self, param: Zero3Parameter) -> torch.Tensor:
         """Return the values of ``param`` in memory of their own, for a reader that no hook serves. Collective."""
         self.arrive(param)
         if zero3.is_released(param):
@@ -232,8 +234,8 @@ class GatherScheduler:
         return full
 
     @for_training
-    def values(self, params: list[Any], reader: str = "") -> list[torch.Tensor]:
-        """Return the values of ``params``, one run of a process group, in memory of the caller's own. Collective.
+    def values(self, params: list[Zero3Parameter], reader: str = "") -> list[torch.Tensor]:
+        """Return the values of ``params``, of one process group, in memory of the caller's own. Collective.
 
         The parameters keep their state. ``reader`` names the reader in errors.
         """
@@ -252,14 +254,14 @@ class GatherScheduler:
                 unsharded.free_with(full, zero3.full_bytes(param))
             return values
 
-    def _values_of_released(self, params: list[Any], reader: str) -> dict[Any, torch.Tensor]:
+    def _values_of_released(self, params: list[Zero3Parameter], reader: str) -> dict[Zero3Parameter, torch.Tensor]:
         self.streams.caller_waits_for_writes(self._gather_streams)
         group = params[0]._zerosync_record.group
-        values: dict[Any, torch.Tensor] = {}
+        values: dict[Zero3Parameter, torch.Tensor] = {}
         with self.issuing.status.activity(self.issuing.activity(group, params, reader)):
             for source in (*self._nearer, self._shards):
                 if left := [param for param in params if param not in values]:
-                    values.update(source.values(self._shards.part(group, left, zero3.shard_dtype, reader)))
+                    values.update(source.values(self._shards.request(group, left, zero3.shard_dtype, reader)))
         return values
 
     # ---- words ---------------------------------------------------------------------------------------------------

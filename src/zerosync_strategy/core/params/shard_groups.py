@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from zerosync_strategy.core.comm.collectives import backend_for, is_native, new_group
 from zerosync_strategy.core.comm.nodes import Nodes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero, zero3
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.failures.agreement import GatherDigest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class shard_over:  # named as a function, like torch.no_grad
@@ -48,10 +54,10 @@ class shard_over:  # named as a function, like torch.no_grad
         ValueError: this rank is not in the group, the mesh has several dimensions, or a module is sharded already.
     """
 
-    def __init__(self, process_group: Any, *modules: torch.nn.Module) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | DeviceMesh, *modules: torch.nn.Module) -> None:
         refuse_nested_init()
         self._group = _group_of(process_group)
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         for module in modules:
             if not isinstance(module, torch.nn.Module):
                 raise TypeError(f"shard_over() takes modules after the process group, got {type(module).__name__}.")
@@ -69,9 +75,10 @@ class shard_over:  # named as a function, like torch.no_grad
         return self
 
     def __exit__(self, *_: object) -> None:
+        assert self._hook is not None
         self._hook.remove()
 
-    def _registered(self, module: torch.nn.Module, name: str, param: Any) -> None:
+    def _registered(self, module: torch.nn.Module, name: str, param: Zero3Parameter) -> None:
         if isinstance(param, torch.nn.Parameter) and not zero3.is_sharded(param):
             self._mark(param)
 
@@ -88,7 +95,7 @@ def refuse_nested_init() -> None:
     zero3.wrap_zero_init(_refuse_other_ranks)
 
 
-def _refuse_other_ranks(inner: Any, outer: Any) -> None:
+def _refuse_other_ranks(inner: dist.ProcessGroup, outer: dist.ProcessGroup) -> None:
     ranks, around = map(dist.get_process_group_ranks, (inner, outer))
     if ranks != around:
         raise ValueError(
@@ -98,9 +105,9 @@ def _refuse_other_ranks(inner: Any, outer: Any) -> None:
         )
 
 
-def layout_problem(module: Any, everyone: Any) -> str:
+def layout_problem(module: nn.Module, everyone: dist.ProcessGroup) -> str:
     """Return what is wrong with how ZeRO-3 shards ``module`` over ``everyone`` and its subgroups; empty if nothing."""
-    ranks_by_group: dict[Any, list[int]] = {}
+    ranks_by_group: dict[dist.ProcessGroup, list[int]] = {}
     for name, param in module.named_parameters():
         actual = zero3.process_group(param)
         groups = everyone, actual, getattr(param, "zerosync_sharded_over", actual)
@@ -130,7 +137,7 @@ def layout_problem(module: Any, everyone: Any) -> str:
     return ""
 
 
-def _group_of(process_group: Any) -> Any:
+def _group_of(process_group: object) -> dist.ProcessGroup:
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(process_group, DeviceMesh):
@@ -165,7 +172,7 @@ class GatherGroup:
 
     Attributes:
         communicator: the process group over which the ranks gather; ``process_group``, or one of the same ranks.
-        place: its place in the order of gathers (U1).
+        index: its index in the order of gathers (U1).
         ranks: for errors.
         digest: of its gathers; ``None`` for a group of one rank, which gathers nothing.
         nodes: for gathers in two levels, within and between nodes; ``None``: in one level.
@@ -175,15 +182,15 @@ class GatherGroup:
         is_tagged: gathers of different parameters do not match.
     """
 
-    process_group: Any
-    communicator: Any
-    place: int
+    process_group: dist.ProcessGroup
+    communicator: dist.ProcessGroup
+    index: int
     ranks: str
     digest: GatherDigest | None
     nodes: Nodes | None
     is_nccl: bool
     in_place: bool
-    stream: Any
+    stream: torch.Stream | None
 
     def __post_init__(self) -> None:
         self.is_tagged = self.digest is not None and self.digest.tagged
@@ -195,7 +202,9 @@ class GatherGroup:
                 dist.destroy_process_group(self.communicator)
 
 
-def gather_groups(engine: Any, topology: Topology, streams: Streams, separate: bool) -> dict[Any, GatherGroup]:
+def gather_groups(
+    engine: DeepSpeedEngine, topology: Topology, streams: Streams, separate: bool
+) -> dict[dist.ProcessGroup, GatherGroup]:
     """Return the groups of the engine's parameters, by process group, in the order of gathers.
 
     ``separate``: on NCCL, each gathers over a communicator without reductions. Collective then.
@@ -206,21 +215,21 @@ def gather_groups(engine: Any, topology: Topology, streams: Streams, separate: b
     count, overlaps = min(len(process_groups), MAX_STREAMS), gathering.config_of(engine).overlap_comm
     made = streams.make_gather_streams(count, overlaps)
     is_plain = zero.is_plain(zero.comm_backend())
-    groups: dict[Any, GatherGroup] = {}
-    for place, group in enumerate(sorted(process_groups, key=_place)):
+    groups: dict[dist.ProcessGroup, GatherGroup] = {}
+    for index, group in enumerate(sorted(process_groups, key=_order)):
         tagged = not (by_all_reduce or is_native(group, engine.device))
         digest = GatherDigest(group, tagged, engine.device, streams) if dist.get_world_size(group) > 1 else None
         nodes = topology.of(group) if digest is not None else None
         is_nccl = backend_for(group, engine.device.type) == "nccl"
-        stream, members = made[place % len(made)], dist.get_process_group_ranks(group)
+        stream, members = made[index % len(made)], dist.get_process_group_ranks(group)
         makes = separate and is_nccl and digest is not None
         communicator = new_group(members, group, engine.device, is_first=True) if makes else group
         of_group = str(members), digest, nodes, is_nccl, is_plain and not tagged, stream
-        groups[group] = GatherGroup(group, communicator, place, *of_group)
+        groups[group] = GatherGroup(group, communicator, index, *of_group)
     return groups
 
 
-def _place(process_group: Any) -> tuple[Any, ...]:
+def _order(process_group: dist.ProcessGroup) -> tuple[int, list[int], list[int]]:
     """Return the sort key of a group: larger groups first, and all rows of a mesh before or after all its columns."""
     ranks = dist.get_process_group_ranks(process_group)
     return -len(ranks), [rank - ranks[0] for rank in ranks], ranks

@@ -25,6 +25,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.failures.errors import HANDLE
 
 # ---- which of torch's functions ask for something that does not depend on the values ---------------------------------
@@ -78,7 +79,7 @@ class StateEntry(torch.Tensor):
     After a program has asked for its bytes, as safetensors does, it also shows the shape of those bytes: empty.
     """
 
-    zerosync_param: Any
+    zerosync_param: Zero3Parameter
     zerosync_shows_bytes = False
 
     @classmethod

@@ -15,11 +15,11 @@ A unit that is needed again within ``stage3_max_reuse_distance`` elements is not
 backward, from a forward to its backward, and from a forward without gradients, or a backward that no step follows, to
 the next forward.
 
-The backward hooks are on output tensors, so the graph has no additional nodes. Units stay until another backward has
-ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors with which their backward
-begins, if others may have left beside the outputs, or if their forward runs under a transform of torch.func. Units
-stay until the step if they have returned their parameters, or views of them. A unit that is held until the step waits
-for its runs, once (``cache.py``).
+The backward hooks are on output tensors, so the graph has no additional nodes. Units stay unsharded
+until another backward has ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors
+with which their backward begins, if others may have left beside the outputs, or if their forward runs under a transform
+of torch.func. Units stay unsharded until the step if they have returned their parameters, or views of them. A unit that
+is held until the step waits for its chunks, once (``cache.py``).
 
 The units gathered ahead are those that followed in earlier passes (``unit_order.py``), so they agree on all ranks.
 """
@@ -32,18 +32,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from zerosync_strategy.core.engine import compilation, gathering, zero3
 from zerosync_strategy.core.engine.hooks import SavedTensorHooks, hookable, hooked, nodes_made
 from zerosync_strategy.core.engine.parameter import MODULE, SHARDED, UNSHARDED, Record, settle
 from zerosync_strategy.core.engine.torch_internals import internal
 from zerosync_strategy.core.engine.transitions import claim_for_unit, drop, drop_for_unit
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.issuing import arrived
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_order import END, INFINITE, Passes, Stay
-from zerosync_strategy.core.params.units import FORWARD, GRAPH, REUSE, RUNS, STEP, Unit
+from zerosync_strategy.core.params.units import FORWARD, GRAPH, REUSE, RUNNING, STEP, Unit
 
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 """Types in the output of a unit that cannot hide a tensor."""
@@ -54,32 +57,32 @@ class Call:
     """A forward of a unit.
 
     Attributes:
-        number: of all calls, this began as the ``number``-th.
-        ended: how many had begun at its end; ``None`` while it runs.
-        reads: the parameters of other units that it has read (``values.py``).
-        nodes: how many nodes graphs had before, of a call that gathers.
-        hooks: on what it saves, until its end.
+        number: it was the ``number``-th call to begin, of all units.
+        ended: how many calls had begun at its end; ``None`` while it runs.
+        reads: the parameters of other units that it has read, with their values (``values.py``).
+        nodes: how many autograd nodes this thread had made before, if it gathers.
+        hooks: on the tensors that autograd saves, until its end.
     """
 
     __slots__ = ("ended", "hooks", "nodes", "number", "reads", "unit")
 
     def __init__(self, unit: Unit, number: int) -> None:
         self.unit, self.number, self.nodes = unit, number, 0
-        unit.runs += 1
-        if unit.runs == 1:
+        unit.running += 1
+        if unit.running == 1:
             for attributes in unit.marks:
-                attributes[RUNS] = True
+                attributes[RUNNING] = True
         self.ended: int | None = None
-        self.reads: dict[Any, Any] = {}
+        self.reads: dict[Zero3Parameter, Any] = {}
         self.hooks: ExitStack | None = None
 
     def end(self, count: int) -> None:
         unit, self.ended = self.unit, count
-        unit.runs -= 1
-        if not unit.runs:
+        unit.running -= 1
+        if not unit.running:
             unit.claims -= {FORWARD}
             for attributes in unit.marks:
-                attributes[RUNS] = False
+                attributes[RUNNING] = False
         if self.hooks is not None:
             self.hooks.close()
 
@@ -87,7 +90,9 @@ class Call:
 class UnitHooks:
     """The hooks on the ``units`` of the module of ``engine``, until :meth:`remove`."""
 
-    def __init__(self, engine: Any, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, units: list[Unit], scheduler: GatherScheduler, cache: ParameterCache
+    ) -> None:
         self._root, self._units = engine.module, units
         self._scheduler, self._cache = scheduler, cache
         self._streams = scheduler.issuing.streams
@@ -97,13 +102,13 @@ class UnitHooks:
         limits = config.prefetch_bucket_size, config.max_live_parameters
         self._forwards, self._backwards = Passes(*limits), Passes(*limits)
         self._expected: dict[Unit, Stay] = {}  # units that no forward or backward uses now
-        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward, the calls it has reached, or will (``END``)
+        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward: units, with the call reached; END: later
         self._calls: list[Call] = []  # the running ones
         self.saved_tensors = SavedTensorHooks(engine.module)
         self._count = 0  # calls that have begun, also in backwards
         self._opened, self._closes = 0, INFINITE  # backwards before this window; at its end, as expected
-        self._handles: list[Any] = []
-        for method in (self._forward_begins, self._forward_ends, self._backward_comes, self._backward_passes):
+        self._handles: list[RemovableHandle] = []
+        for method in (self._forward_begins, self._forward_ends, self._backward_comes, scheduler.backward_comes):
             compilation.keep_out_of_graphs(method)
         for unit in units:
             begins, ends = partial(self._forward_begins, unit), partial(self._forward_ends, unit)
@@ -114,11 +119,11 @@ class UnitHooks:
         self.recover()
         for handle in self._handles:
             handle.remove()
-        for unit in self._units:
-            unit.unmark()
+        for attributes in (attributes for unit in self._units for attributes in unit.marks):
+            attributes.pop(RUNNING, None)
         self._handles = []
 
-    def __deepcopy__(self, memo: Any) -> UnitHooks:
+    def __deepcopy__(self, memo: object) -> UnitHooks:
         return self  # for a copied module, whose hooks do nothing
 
     @property
@@ -127,7 +132,7 @@ class UnitHooks:
 
     # ---- forwards ------------------------------------------------------------------------------------------------
 
-    def _forward_begins(self, unit: Unit, module: Any, args: Any) -> None:
+    def _forward_begins(self, unit: Unit, module: nn.Module, args: object) -> None:
         if module is not unit.module:
             return  # a copy, with parameters of its own
         if self._streams.has_graphs:
@@ -146,7 +151,7 @@ class UnitHooks:
         if not (is_recomputed or self._cache.plan.holds_all):
             self._scheduler.order.begins(unit)
         if unit.held is not None or self._cache.infers:
-            self._cache.use(unit, self._calls[0].unit.module is self._root)
+            self._cache.before_forward(unit, self._calls[0].unit.module is self._root)
         elif unit.params:
             unit.claims |= {FORWARD}
             if is_outermost and self._forwards.begins_again(unit):
@@ -156,7 +161,7 @@ class UnitHooks:
             if self.saved_tensors.is_used and not is_recomputed and torch.is_grad_enabled():
                 call.hooks = hooked(partial(self._unpacks, call))
 
-    def _forward_ends(self, unit: Unit, module: Any, args: Any, output: Any) -> None:
+    def _forward_ends(self, unit: Unit, module: nn.Module, args: object, output: object) -> None:
         if not self._calls or self._calls[-1].unit is not unit:
             return  # an exception has ended its forward
         call, task = self._calls.pop(), torch._C._current_graph_task_id()
@@ -164,11 +169,11 @@ class UnitHooks:
         if not (task != -1 or self._cache.plan.holds_all):
             self._scheduler.order.ends(unit)
         if unit.held is not None or self._cache.infers:
-            self._cache.used(unit)
+            self._cache.after_forward(unit)
             if not self._cache.plan.holds_all and torch.is_grad_enabled():
                 for leaf in [output] if isinstance(output, torch.Tensor) else tree_leaves(output):
                     if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                        hookable(leaf).register_hook(partial(self._backward_passes, unit))
+                        hookable(leaf).register_hook(partial(self._scheduler.backward_comes, unit))
         elif unit.params:
             has_graph = torch.is_grad_enabled()
             leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
@@ -182,13 +187,13 @@ class UnitHooks:
                     of = self._forwards
                     self._expected[unit] = Stay(of, of.count + 2)  # this one and the next
             self._leave_unused(unit)
-        if module is self._root and not unit.runs and task == -1:
+        if module is self._root and not unit.running and task == -1:
             self._over(self._forwards)
 
-    def _expect_uses(self, call: Call, leaves: list[Any], task: int, has_graph: bool) -> bool:
-        """See what may use the values after a forward, with outputs ``leaves``; return whether a backward may.
+    def _expect_uses(self, call: Call, leaves: list[object], task: int, has_graph: bool) -> bool:
+        """Claim the unit for later uses of its values; ``leaves``: what its forward has returned.
 
-        Then :meth:`_backward_comes` is registered on the outputs.
+        Return whether a backward may use them. Then :meth:`_backward_comes` is registered on the outputs.
         """
         unit, nodes, finds = call.unit, call.nodes, False
         suspects: list[torch.Tensor] = []
@@ -234,7 +239,7 @@ class UnitHooks:
             self.saved_tensors.need()
         self._backward_comes(call, None)
 
-    def _backward_comes(self, call: Call, grad: Any) -> None:
+    def _backward_comes(self, call: Call, grad: object) -> None:
         """Gather the unit of ``call``, which a backward has reached."""
         unit, number, ended = call.unit, call.number, call.ended or 0
         task = torch._C._current_graph_task_id()
@@ -253,10 +258,6 @@ class UnitHooks:
         if torch.is_grad_enabled():
             unit.claims |= {GRAPH}
         self._fetch(unit, self._backwards)
-
-    def _backward_passes(self, unit: Unit, grad: Any) -> None:
-        """Report that a backward has reached a call of a held unit, between units that are not held."""
-        self._scheduler.backward_comes(unit)
 
     def _enter(self, task: int, unit: Unit, number: int) -> None:
         if task not in self._tasks:
@@ -360,7 +361,7 @@ class UnitHooks:
         self._tasks.clear()
         self._over(self._backwards)
 
-    def let_go(self) -> None:
+    def end_uses(self) -> None:
         """End all uses of parameters by units and graphs: a step follows, perhaps inside a forward."""
         self._leave_tasks()
         self._over(self._forwards)
@@ -384,7 +385,7 @@ class UnitHooks:
         """After an exception, end all running calls, too."""
         while self._calls:
             self._calls.pop().end(self._count)
-        self.let_go()
+        self.end_uses()
 
 
 def in_backward() -> bool:
@@ -392,7 +393,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _hides(leaves: Iterable[Any]) -> bool:
+def _hides(leaves: Iterable[object]) -> bool:
     """Return whether the output of a forward may refer to a tensor that is not among ``leaves``."""
     has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     return not (has_tensor and all(isinstance(leaf, _PLAIN) for leaf in leaves))

@@ -15,11 +15,12 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from zerosync_strategy.core.engine.patches import replaced
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.params.units import Unit
 
 END = 2**62
@@ -46,7 +47,7 @@ class UnitOrder:
         self._calls = 0
         self._began: dict[Unit, int] = {}  # the first call of each
         self._ended: dict[Unit, list[int]] = {}  # the number of calls that had begun at each end of one
-        self._read: dict[Any, int] = {}  # by parameter read outside of its unit
+        self._read: dict[Zero3Parameter, int] = {}  # by parameter read outside of its unit
         self._is_over = False  # the next call belongs to another graph
         self._counts = True
         # In the running backward:
@@ -73,7 +74,7 @@ class UnitOrder:
         if self._counts:
             self._ended[unit] = [*self._ended[unit], self._calls] if unit in self._ended else [self._calls]
 
-    def reads(self, param: Any) -> None:
+    def reads(self, param: Zero3Parameter) -> None:
         """Record that ``param`` is read outside of the units that gather it."""
         if self._counts and torch._C._current_graph_task_id() == -1 and not self._is_over:
             self._read.setdefault(param, self._calls)
@@ -118,7 +119,7 @@ class Stay(NamedTuple):
 class Pass:
     """The units of a forward or a backward, in the order of their calls. Distances are in elements of units.
 
-    What is asked at each call is found once and kept, since a pass comes again and again.
+    Answers are kept, because passes repeat.
 
     Attributes:
         start: the distance from the start to the first call of each.
@@ -129,34 +130,34 @@ class Pass:
         self.units = units
         self.next: dict[Pass | None, Pass] = {}
         self._before = [0, *itertools.accumulate(unit.numel for unit in units)]  # elements before each place
-        self._last = {unit: place for place, unit in enumerate(units)}
-        self.start = {unit: self._before[place] for place, unit in reversed([*enumerate(units)])}
+        self._last = {unit: position for position, unit in enumerate(units)}
+        self.start = {unit: self._before[position] for position, unit in reversed([*enumerate(units)])}
         self.distances: dict[tuple[Unit, int], tuple[float, float]] = {}
         self.ahead: list[list[tuple[Unit, bool]] | None] = [None] * len(units)
 
-    def find_distances(self, unit: Unit, place: int) -> tuple[float, float]:
+    def find_distances(self, unit: Unit, position: int) -> tuple[float, float]:
         """Return the distance from ``place`` to the next call of ``unit`` (infinite if none), and to the end."""
         before, again = self._before, INFINITE
-        if unit in self._last and self._last[unit] >= place:
-            again = before[self.units.index(unit, place)] - before[place]
-        found = self.distances[unit, place] = again, before[-1] - before[place]
+        if unit in self._last and self._last[unit] >= position:
+            again = before[self.units.index(unit, position)] - before[position]
+        found = self.distances[unit, position] = again, before[-1] - before[position]
         return found
 
-    def find_ahead(self, place: int, most: int, live: int) -> list[tuple[Unit, bool]]:
+    def find_ahead(self, position: int, most: int, live: int) -> list[tuple[Unit, bool]]:
         """Return the units to gather ahead of those of call ``place``, each with whether half of ``most`` is reached.
 
         They are of at most ``most`` elements, of which the last may exceed that, and with the unit itself of at most
         ``live``.
         """
-        unit, numel, found = self.units[place], 0, []
-        for following in itertools.islice(self.units, place + 1, None):
+        unit, numel, found = self.units[position], 0, []
+        for following in itertools.islice(self.units, position + 1, None):
             if following is unit:
                 continue
             if numel >= most or unit.numel + numel + following.numel > live:
                 break
             numel += following.numel
             found.append((following, numel >= most / 2))
-        self.ahead[place] = found
+        self.ahead[position] = found
         return found
 
     def following(self, before: Pass | None) -> Pass | None:
@@ -190,24 +191,24 @@ class Passes:
         self._following: Pass | None = None  # the pass likely to follow the last
         self._expected: Pass | None = None  # the pass that this one has matched so far
         self._now: list[Unit] = []
-        self._place = 0  # how many there are now
+        self._position = 0  # how many there are now
 
     def comes(self, unit: Unit) -> None:
         """Record that ``unit`` is called next."""
-        place, expected = self._place, self._expected
+        position, expected = self._position, self._expected
         self._now += (unit,)
-        self._place += 1
-        if expected is None and place:
+        self._position += 1
+        if expected is None and position:
             return
-        if expected is None or expected.units[place : self._place] != [unit]:
+        if expected is None or expected.units[position : self._position] != [unit]:
             likely = () if self._following is None else (self._following, *self._known)
-            expected = next((known for known in likely if known.units[: self._place] == self._now), None)
+            expected = next((known for known in likely if known.units[: self._position] == self._now), None)
             self._expected = expected
         if expected is None:
             self.ahead = []
         else:
-            found = expected.ahead[place]
-            self.ahead = expected.find_ahead(place, self._most, self._live) if found is None else found
+            found = expected.ahead[position]
+            self.ahead = expected.find_ahead(position, self._most, self._live) if found is None else found
 
     def begins_again(self, unit: Unit) -> bool:
         """Return whether the call of ``unit``, as the outermost module, starts a new pass.
@@ -221,7 +222,7 @@ class Passes:
 
     def distances(self, unit: Unit) -> tuple[float, float]:
         """Return the distances from here to the next call of ``unit`` and to the end; infinite if unexpected."""
-        expected, key = self._expected, (unit, self._place)
+        expected, key = self._expected, (unit, self._position)
         if expected is None:
             return _UNEXPECTED
         return expected.distances[key] if key in expected.distances else expected.find_distances(*key)
@@ -250,4 +251,4 @@ class Passes:
             self._before = last
         self._known = [this, *(known for known in self._known if known is not this)][:REMEMBERED]
         self._following = this.following(self._before) or this
-        self._expected, self._now, self._place, self.ahead = None, [], 0, []
+        self._expected, self._now, self._position, self.ahead = None, [], 0, []

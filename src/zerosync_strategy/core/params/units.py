@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,11 +29,29 @@ from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
 from zerosync_strategy.core.engine.torch_internals import untransformed
 from zerosync_strategy.core.engine.transformers import not_split
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 
 FORWARD, REUSE, GRAPH, STEP = "forward", "reuse", "graph", "step"
 """Claims of a unit: a forward runs; another is expected soon; a graph may need it at any time, until a backward has
 ended; others may use its memory at any time, until the step."""
-RUNS = "_zerosync_runs"  # in the __dict__ of a module with parameters: whether a forward that uses them is running
+RUNNING = "_zerosync_running"  # in the __dict__ of a module with parameters: a forward that uses them is running
+
+
+@dataclass
+class HeldChunk:
+    """Held parameters that are gathered by one message.
+
+    Attributes:
+        index: among all chunks; the chunks of a process group are contiguous.
+        group: the index of the process group in the order of gathers (U1).
+        params: in the order in which they were built.
+        issued: in this window, the gather of what was sharded has been issued.
+    """
+
+    index: int
+    group: int
+    params: list[Zero3Parameter]
+    issued: bool = False
 
 
 class Unit:
@@ -41,27 +59,27 @@ class Unit:
 
     Attributes:
         params: its parameters, in the order of gathers; empty for a model whose parameters are all in units inside it.
-        runs: how many of its forwards are running.
+        running: how many of its forwards are running.
         claims: why its values stay: :data:`FORWARD`, :data:`REUSE`, :data:`GRAPH`, :data:`STEP`, and the ids of the
             autograd graph tasks (backwards) that have reached it and not left it. They are one claim of its records.
-        marks: the attributes of its modules that have parameters, in which :data:`RUNS` says whether one is.
-        held: the runs in which it is gathered, if all its parameters are held until the step; else ``None``.
-        pending: it has not waited for these runs in this window, or some stream may still have to wait for them.
+        marks: the attributes of its modules that have parameters, in which :data:`RUNNING` says whether one is.
+        held: the chunks in which it is gathered, if all its parameters are held until the step; else ``None``.
+        pending: it has not waited for these chunks in this window, or some stream may still have to wait for them.
     """
 
-    def __init__(self, module: nn.Module, params: Iterable[Any], is_whole: bool) -> None:
+    def __init__(self, module: nn.Module, params: Iterable[Zero3Parameter], is_whole: bool) -> None:
         self.module = module
         self.marks = [vars(each) for each in (module.modules() if is_whole else [module]) if vars(each)["_parameters"]]
         self.params = sorted(params, key=zero3.param_id)
         self.numel = sum(map(zero3.full_numel, self.params))
-        self.runs = 0
-        self.claims: set[Any] = set()
-        self.held: list[Any] | None = None
+        self.running = 0
+        self.claims: set[str | int] = set()
+        self.held: list[HeldChunk] | None = None
         self.pending = True
         for attributes in self.marks:
-            attributes[RUNS] = False
+            attributes[RUNNING] = False
 
-    def __deepcopy__(self, memo: Any) -> Unit:
+    def __deepcopy__(self, memo: object) -> Unit:
         return self  # for a copied module (unit_hooks.py)
 
     @cached_property
@@ -82,10 +100,6 @@ class Unit:
                 if output.layout is torch.strided
             )
 
-    def unmark(self) -> None:
-        for attributes in self.marks:
-            attributes.pop(RUNS, None)
-
 
 class Units:
     """The units of the module of ``engine``: whole modules, modules with own parameters, and the module itself.
@@ -98,7 +112,7 @@ class Units:
         most_bytes: bytes of the largest of them.
     """
 
-    def __init__(self, engine: Any, names: Collection[str]) -> None:
+    def __init__(self, engine: DeepSpeedEngine, names: Collection[str]) -> None:
         module, config = engine.module, gathering.config_of(engine)
         classes = {type(each).__name__ for each in module.modules()}
         if unknown := [name for name in names if name not in classes]:
@@ -181,5 +195,5 @@ def _is_whole(module: nn.Module) -> bool:
     return len(owners) > 1
 
 
-def _sum(of: Callable[[Any], int], module: nn.Module) -> int:
+def _sum(of: Callable[[Zero3Parameter], int], module: nn.Module) -> int:
     return sum(map(of, filter(zero3.is_sharded, module.parameters())))

@@ -28,10 +28,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zerosync_strategy.core.engine import compilation, zero3
 from zerosync_strategy.core.engine.parameter import is_at_rest, is_in_use
-from zerosync_strategy.core.params.intercepted import Alias, Entry, Read, unsharded
+from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
+from zerosync_strategy.core.params.intercepted import Alias, Entry, UnshardedParameter, unsharded
 from zerosync_strategy.core.params.values import ParameterValues, of_placeholder
 
 _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__: placeholders by parameter name
@@ -40,9 +42,9 @@ _PLACEHOLDERS = "_zerosync_placeholders"  # in a module's __dict__: placeholders
 class UnshardOnRead:
     """Lets the modules of a ZeRO-3 engine read parameters that no hook has gathered."""
 
-    def __init__(self, engine: Any, values: ParameterValues) -> None:
+    def __init__(self, engine: DeepSpeedEngine, values: ParameterValues) -> None:
         self._values = values
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._modules: dict[nn.Module, tuple[str, ...]] = {}  # with the names of parameters that have properties
         for module in engine.module.modules():
             if not vars(module)["_parameters"] or _PLACEHOLDERS in vars(module):  # handled by another engine
@@ -79,7 +81,7 @@ class UnshardOnRead:
                 self._make_placeholders()
 
     def _make_placeholders(self) -> None:
-        self._given: list[tuple[Any, torch.Tensor]] = []  # the placeholders of modules
+        self._given: list[tuple[nn.Parameter, torch.Tensor]] = []  # the placeholders of modules
         for module in self._modules:
             placeholders = vars(module)[_PLACEHOLDERS]
             for name in [name for name in placeholders if name in module._parameters]:
@@ -95,11 +97,11 @@ class UnshardOnRead:
 class _Placeholders(dict[str, Any]):
     """Placeholders by name of the parameter. A copy of the module has ordinary parameters and needs none."""
 
-    def __deepcopy__(self, memo: Any) -> _Placeholders:
+    def __deepcopy__(self, memo: object) -> _Placeholders:
         return _Placeholders()
 
 
-def _is_sharded(param: Any) -> bool:
+def _is_sharded(param: Zero3Parameter) -> bool:
     return zero3.is_sharded(param) and zero3.full_numel(param) > 0
 
 
@@ -146,7 +148,7 @@ def _property(name: str, traced: _Traced) -> property:
     return property(_reader(name, traced), replace, delete)
 
 
-def _replacement(module: Any, name: str) -> Any:
+def _replacement(module: nn.Module, name: str) -> Any:
     if name not in module.__dict__:
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
     return module.__dict__[name]
@@ -161,7 +163,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
         # A trace must not see a parameter that its module's hooks do not keep unsharded: it may be resharded,
         # and its gradient, a full one, would not have its shape.
         if (
-            module._zerosync_runs
+            module._zerosync_running
             and name in module._zerosync_placeholders
             and name in module._parameters  # it is registered anew by what removes a parametrization
             and type(param := module._parameters[name])
@@ -182,14 +184,14 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     return read
 
 
-def _read_eagerly(module: Any, name: str, param: Any) -> Any:
+def _read_eagerly(module: nn.Module, name: str, param: Zero3Parameter) -> Any:
     placeholder = vars(module)[_PLACEHOLDERS].get(name)
     if placeholder is None or not (values := of_placeholder(placeholder)[0]).is_asked:
         return param
-    memory = values.memory(param)
+    memory = values.read(param)
     if memory.in_place and not is_at_rest(param):
         return param
-    return unsharded(values.differentiable(param, memory.full), memory, Read)
+    return unsharded(values.differentiable(param, memory.full), memory, UnshardedParameter)
 
 
 # ---- the operator ------------------------------------------------------------------------------------------------

@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zerosync_strategy.core.comm.collectives import largest
 from zerosync_strategy.core.engine import param_functions, zero3
 from zerosync_strategy.core.engine.parameter import Record, is_in_use, record_of
 from zerosync_strategy.core.engine.torch_internals import outside_of_transforms
+from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.failures.errors import HANDLE
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
 
 REMEDY = f"Do it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
 WATCHED_STEPS = 3  # first steps, in which all parameters are watched for module writes through .data
-_by_address: dict[int, tuple[ParameterValues, Any]] = {}  # address of a placeholder's memory -> its parameter
+_by_address: dict[
+    int, tuple[ParameterValues, Zero3Parameter]
+] = {}  # address of a placeholder's memory -> its parameter
 
 
 class ParameterValues:
@@ -33,7 +37,7 @@ class ParameterValues:
     ) -> None:  # fmt: skip
         self.scheduler, self._hooks, self._gathers = scheduler, hooks, gathers
         self._expected: set[Record] = set()  # may get gradients while sharded
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._steps = 0
         self._in_shards: Iterable[Record] = ()
         self._records = scheduler.records
@@ -51,14 +55,14 @@ class ParameterValues:
             record.placeholders = {}
 
     def leave(self) -> None:
-        """Let all parameters be DeepSpeed's own."""
+        """Give all parameters their own classes and functions back."""
         for record in self._records:
             record.leave()
             param_functions.restore(record.param)
         self._records = []
 
     def begin_step(self, records: Iterable[Record]) -> None:
-        """Until :meth:`written`, the shards of ``records`` have what was written to the gathered values."""
+        """Note, until :meth:`written`, that the shards of ``records`` have what was written to gathered values."""
         self._in_shards = records
         for record in self._in_shards:
             record.in_shards = True
@@ -73,17 +77,17 @@ class ParameterValues:
         if by_step and self._steps == WATCHED_STEPS:
             self._ask_device()
             if self.scheduler.copies:
-                self._tell_ranks()
+                self._share_findings()
             for record in self._records:
-                record.watched = record.found > 0
+                record.watched = record.writes_found > 0
 
-    def _tell_ranks(self) -> None:
+    def _share_findings(self) -> None:
         """Share what each rank has found in its shard, because a copy has the values of all shards. Collective."""
         for process_group, group in self.scheduler.groups.items():
             of_group = [record for record in self._records if record.group is group]
-            found = largest([record.found for record in of_group], process_group)
+            found = largest([record.writes_found for record in of_group], process_group)
             for record, of_any in zip(of_group, found, strict=True):
-                record.found = of_any
+                record.writes_found = of_any
 
     def resharding(self, record: Record) -> None:
         """Carry writes to the gathered values over to the shards, unless the shards are newer."""
@@ -99,45 +103,45 @@ class ParameterValues:
                 _write_shard(record.param)
                 self.scheduler.values_in_shards(record.param)
                 stream = self.scheduler.streams.caller
-                record.unseen[stream] = record.unseen[stream] | changed if stream in record.unseen else changed
+                record.flags[stream] = record.flags[stream] | changed if stream in record.flags else changed
             elif changed:
                 self._check_alike(record.param, record.param)
                 self.write_back(record.param, record.param.data)
-                record.found += 1
+                record.writes_found += 1
 
     def _ask_device(self) -> None:
         """Read the flags of writes to parameters from the device, for which the host waits (S3)."""
-        flags = [(record, *unseen) for record in self._records for unseen in record.unseen.items()]
+        flags = [(record, *of_stream) for record in self._records for of_stream in record.flags.items()]
         if not flags:
             return
         self.scheduler.streams.caller_waits_for({stream for _, stream, _ in flags})
         for (record, _, _), changed in zip(flags, torch.stack([flag for *_, flag in flags]).tolist(), strict=True):
-            record.unseen = {}
-            record.found += changed
+            record.flags = {}
+            record.writes_found += changed
 
-    def date(self, param: Any) -> int:
+    def generation(self, param: Zero3Parameter) -> int:
         """Return a number that grows whenever the values of ``param`` may have changed."""
         record = record_of(param)
-        if record.unseen:
+        if record.flags:
             self._ask_device()
-        return record.writes + record.found
+        return record.writes + record.writes_found
 
     @property
     def is_asked(self) -> bool:
         """Whether a forward or a backward is running, which may read."""
         return self._hooks.call is not None or in_backward()
 
-    def memory(self, param: Any) -> Memory:
+    def read(self, param: Zero3Parameter) -> GatheredValues:
         """Return the values of ``param``: its own memory if it is in use, else gathered values. Collective."""
         with outside_of_transforms():
-            return self._memory(param)
+            return self._read(param)
 
-    def _memory(self, param: Any) -> Memory:
+    def _read(self, param: Zero3Parameter) -> GatheredValues:
         call = self._hooks.call
         # Activation checkpointing may stop a recomputed forward early, without a call of the hook at its end.
-        reads: dict[Any, Memory] = {} if call is None or in_backward() else call.reads
+        reads: dict[Zero3Parameter, GatheredValues] = {} if call is None or in_backward() else call.reads
         found = reads.get(param)
-        if found is None or found.date != self.date(param):
+        if found is None or found.generation != self.generation(param):
             self.scheduler.arrive(param)
             record = record_of(param)
             record.settle()
@@ -145,7 +149,7 @@ class ParameterValues:
             is_claimed = not self._gathers and zero3.is_gathered(param) and record.claims
             if record.values is not None and (is_claimed or is_in_use(param)):
                 with zero3.as_it_is():
-                    return Memory(self, param, param.data, in_place=True)
+                    return GatheredValues(self, param, param.data, in_place=True)
             if not self._gathers:
                 raise RuntimeError(
                     f"Parameter {record.name} was read or written while ZeRO-3 had it sharded, which"
@@ -154,17 +158,18 @@ class ParameterValues:
             with torch.inference_mode(False), torch.no_grad(), zero3.as_it_is():
                 stays = zero3.is_gathered(param) and not record.is_in_storage  # its bytes may be freed
                 full = param.data if stays else self.scheduler.unshard(param)
-            found = reads[param] = Memory(self, param, full.data)  # no view: a program may write what has gradients
+            # No view, because a program may write to what has gradients.
+            found = reads[param] = GatheredValues(self, param, full.data)
             while sum(map(zero3.full_numel, reads)) > self.scheduler.prefetched_numel:
                 del reads[next(iter(reads))]
         return found
 
-    def assign(self, param: Any, value: torch.Tensor) -> None:
+    def assign(self, param: Zero3Parameter, value: torch.Tensor) -> None:
         """Do what ``param.data = value`` means; raise ``ValueError`` if shape, dtype or device differ."""
         self._check_alike(param, value)
         self.write_back(param, value.detach())
 
-    def _check_alike(self, param: Any, value: torch.Tensor) -> None:
+    def _check_alike(self, param: Zero3Parameter, value: torch.Tensor) -> None:
         expected, found = (
             f"{shape} of {of.dtype} on {of.device}"
             for shape, of in ((zero3.full_shape(param), param), (tuple(value.shape), value))
@@ -176,7 +181,7 @@ class ParameterValues:
                 " anew."
             )
 
-    def write_back(self, param: Any, full: torch.Tensor) -> None:
+    def write_back(self, param: Zero3Parameter, full: torch.Tensor) -> None:
         """Set the values of ``param`` to ``full``: each rank writes its own shard, and the gathered values, if any.
 
         Raise ``RuntimeError`` if this rank's shard is not in memory, is quantized, or exists twice.
@@ -191,7 +196,7 @@ class ParameterValues:
                     f" twice (NVMe offload, quantized weights, hpZ). {REMEDY}"
                 )
             record_of(param).write()
-            if (pair := zero3.own_part(param, full)) is not None:
+            if (pair := zero3.shard_pair(param, full)) is not None:
                 shard, part = pair
                 shard.copy_(part)
             if zero3.is_gathered(param) and param.data_ptr() != full.data_ptr():
@@ -199,14 +204,14 @@ class ParameterValues:
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
-    def differentiable(self, param: Any, full: torch.Tensor) -> torch.Tensor:
+    def differentiable(self, param: Zero3Parameter, full: torch.Tensor) -> torch.Tensor:
         """Return the values ``full`` of ``param`` as a tensor whose gradient goes to it."""
         self.expect_gradient(param)
         # Gradients add up where graphs meet: for other traces at the placeholder, under ZeRO-3 at the parameter.
         with outside_of_transforms():
-            return _Read.apply(param, full)  # type: ignore[no-untyped-call]
+            return _GradientToParameter.apply(param, full)  # type: ignore[no-untyped-call]
 
-    def placeholder(self, param: Any) -> torch.Tensor:
+    def placeholder(self, param: Zero3Parameter) -> torch.Tensor:
         """Return the tensor for ``param`` in graphs: in its shape, without memory, and always the same one.
 
         Its gradient is added to the parameter's own.
@@ -217,7 +222,7 @@ class ParameterValues:
             placeholder: torch.Tensor = blank
             if trains:  # autograd makes the parameter's node, which accepts gradients of the shape that it sees now
                 with zero3.as_it_is(), zero3.in_full_shapes((param,)), torch.enable_grad():
-                    placeholder = _Read.apply(param, blank)  # type: ignore[no-untyped-call]
+                    placeholder = _GradientToParameter.apply(param, blank)  # type: ignore[no-untyped-call]
                 placeholder.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]  # once it has its gradients
             torch._dynamo.mark_static(placeholder)
             placeholders[trains] = placeholder
@@ -231,12 +236,12 @@ class ParameterValues:
         self._expected.add(record_of(param))
         placeholder = self.placeholder(param)
 
-        def in_shape(_: Any) -> None:
+        def in_shape(_: object) -> None:
             with zero3.as_it_is():
                 if param.numel() == 0:
                     param.data = placeholder.detach()
 
-        def as_it_was(_: Any) -> None:
+        def as_it_was(_: object) -> None:
             with zero3.as_it_is():
                 if zero3.is_released(param) and param.numel() > 0:
                     param.data = placeholder.new_empty(0)
@@ -248,18 +253,18 @@ class ParameterValues:
         )
 
 
-def _write_shard(param: Any) -> None:
+def _write_shard(param: Zero3Parameter) -> None:
     """Copy this rank's part of the gathered values to its shard; the host does not wait."""
-    if (pair := zero3.own_part(param)) is not None:
+    if (pair := zero3.shard_pair(param)) is not None:
         shard, part = pair
         shard.copy_(part, non_blocking=True)
 
 
-class _Read(torch.autograd.Function):
+class _GradientToParameter(torch.autograd.Function):
     """A stand-in for a parameter; its gradient goes to the parameter's own node and adds to those of other uses."""
 
     @staticmethod
-    def forward(ctx: Any, param: Any, instead: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, param: Zero3Parameter, instead: torch.Tensor) -> torch.Tensor:
         ctx.param = param
         return instead.view_as(instead)
 
@@ -268,27 +273,29 @@ class _Read(torch.autograd.Function):
         return grad if ctx.param.requires_grad else None, None
 
 
-def of_placeholder(placeholder: torch.Tensor) -> tuple[ParameterValues, Any]:
+def of_placeholder(placeholder: torch.Tensor) -> tuple[ParameterValues, Zero3Parameter]:
     """Return the :class:`ParameterValues` and the parameter for which ``placeholder`` stands."""
     return _by_address[placeholder.data_ptr()]
 
 
-class Memory:
+class GatheredValues:
     """Values of a parameter, in memory that stays as long as something refers to it.
 
     Attributes:
         full: the values, in the parameter's shape.
         in_place: this is the parameter's own memory, which it keeps for its readers' backward.
-        date: when these were its values; see :meth:`ParameterValues.date`.
+        generation: of these values; see :meth:`ParameterValues.generation`.
     """
 
-    def __init__(self, values: ParameterValues, param: Any, full: torch.Tensor, in_place: bool = False) -> None:
+    def __init__(
+        self, values: ParameterValues, param: Zero3Parameter, full: torch.Tensor, in_place: bool = False
+    ) -> None:
         self._values, self.param, self.full, self.in_place = values, param, full, in_place
-        self.date = values.date(param)
+        self.generation = values.generation(param)
 
     def check(self) -> None:
         """Raise if the parameter has other values now."""
-        if self.date != self._values.date(self.param):
+        if self.generation != self._values.generation(self.param):
             raise RuntimeError(
                 f"A view of parameter {record_of(self.param).name}, sharded by ZeRO-3, was used after the parameter"
                 f" had changed, and does not show it. Take the view anew. Or: {REMEDY}"
@@ -306,4 +313,4 @@ class Memory:
         """Write the values, which an operation has changed, to the parameter."""
         self.full = self.full.data  # without a graph, if what was written has one
         self._values.write_back(self.param, self.full)
-        self.date = self._values.date(self.param)
+        self.generation = self._values.generation(self.param)
