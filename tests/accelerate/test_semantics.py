@@ -98,7 +98,7 @@ def test_a_schedule_free_optimizer(stage: int) -> None:
 
 def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a module that all ranks run, by default options: as experts without tokens (W4)."""
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(400, 1))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(400, 1))
 
     def job() -> Any:
         zero = {"stage": 3, **gathered_anew(), "reduce_bucket_size": 300}  # several buckets, as of a large model

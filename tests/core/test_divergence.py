@@ -95,7 +95,7 @@ def errors(stage: int, seeds: range, ranks: int, promised: bool) -> list[float]:
 @pytest.mark.parametrize("promised", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_random_calls(stage: int, promised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(300, 2))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(300, 2))
     assert run_ranks(errors, stage, range(8), 2, promised, timeout=120) == [[0.0] * 8] * 2
 
 

@@ -94,7 +94,7 @@ CASES: list[tuple[bool, str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("world", "native"), [(2, False), (2, True), (4, True)])
 def test_parameters_that_some_ranks_do_not_use(world: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By native collectives, nothing but their order on the one process group decides what meets what."""
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(400, 2))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(400, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", 400)
     if native:
         send_natively(monkeypatch)

@@ -140,7 +140,7 @@ def test_memory_is_bounded_by_buckets(consumed: str) -> None:
 
     def run() -> tuple[int, int, int]:
         net = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(20)))
-        nodes.WITHIN_HOST = nodes.NATIVE = nodes.Messages(2 * 4 * 256 * 256, 2)
+        nodes.WITHIN_HOST = nodes.NATIVE = nodes.MessageSizes(2 * 4 * 256 * 256, 2)
         zerosync = attach(engine_of(net))
         counted = attached_of(zerosync).stage.scheduler.issuing.unsharded
         before = counted.now
@@ -191,7 +191,7 @@ def test_autocast_rounds_what_layers_use_and_not_what_is_exported() -> None:
 @pytest.mark.off_device("it is about waits of gloo")
 def test_ranks_stop_at_the_same_tensor_or_say_so() -> None:
     def run() -> None:
-        nodes.WITHIN_HOST = nodes.Messages(4 * WIDTH * WIDTH, 2)
+        nodes.WITHIN_HOST = nodes.MessageSizes(4 * WIDTH * WIDTH, 2)
         net, plain = network(), network()
         engine = engine_of(net)
         zerosync, oracle = attach(engine), Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.5))

@@ -103,7 +103,7 @@ def test_the_gradient_budget(stage: int) -> None:
 @pytest.mark.extended(but=("2", "3"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(2 * LAYER, 2))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(2 * LAYER, 2))
 
     def run(overlap: bool) -> Any:
         events = []
@@ -133,7 +133,7 @@ def test_the_last_backward_reduces_as_it_goes(stage: int, monkeypatch: pytest.Mo
 def test_between_hosts_messages_are_smaller(stage: int) -> None:
     def run(one_host: bool) -> Any:
         nodes.loopback = lambda: [0 if one_host else rank()]
-        nodes.BETWEEN_HOSTS = nodes.Messages(2 * LAYER, 4)
+        nodes.BETWEEN_HOSTS = nodes.MessageSizes(2 * LAYER, 4)
         engine = make_engine(stage)
         zerosync = attach(engine)
         train(engine, zerosync, 2)
@@ -168,7 +168,7 @@ def test_whole_numbers_are_exact(stage: int, ranks: int, monkeypatch: pytest.Mon
 
     What is lost, counted twice, rounded on the way or gathered from elsewhere is a whole number away.
     """
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(3 * LAYER // 2, 2))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(3 * LAYER // 2, 2))
 
     def factors(k: int, of_rank: int) -> list[torch.Tensor]:
         draw = torch.Generator().manual_seed(10 * k + of_rank)
@@ -213,7 +213,7 @@ def test_ordered_sums_are_the_same_whatever_the_chunks(stage: int) -> None:
     def run() -> None:
         found = []
         for chunk, bucket in ((100, 10), (2**20, 10**6), (3000, 500)):
-            nodes.WITHIN_HOST = nodes.Messages(chunk, 2)
+            nodes.WITHIN_HOST = nodes.MessageSizes(chunk, 2)
             module, zero = Weighted(), {"reduce_bucket_size": bucket, "reduce_scatter": False}
             engine = engines.make_engine(module, torch.optim.SGD(module.parameters(), lr=0.5), stage, zero)
             zerosync = attach(engine, reduction="ordered")
@@ -437,7 +437,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
     """R2: two at a time, however many there are."""
     for module in (collectives, layout) if native else ():
         monkeypatch.setattr(module, "is_native", lambda process_group, device: True)
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(LAYER // 3, 2))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(LAYER // 3, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", LAYER // 3)
 
     def run() -> tuple[int, int]:
@@ -492,7 +492,7 @@ def test_rows_that_nccl_reduces_are_aligned(nbytes: int, monkeypatch: pytest.Mon
     """Here no shard has a multiple of 16 bytes. Chunks of one parameter, and several parameters in one row."""
     send_natively(monkeypatch)
     monkeypatch.setattr(nodes, "LEAST", 0)
-    monkeypatch.setattr(nodes, "NATIVE", nodes.Messages(nbytes, 2))
+    monkeypatch.setattr(nodes, "NATIVE", nodes.MessageSizes(nbytes, 2))
 
     def network() -> nn.Module:
         torch.manual_seed(4)

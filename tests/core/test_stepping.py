@@ -49,7 +49,7 @@ def groups_of(net: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(200, 2))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(200, 2))
     monkeypatch.setattr(reducer, "SMALL_BYTES", 200)  # as many by NCCL
     monkeypatch.setattr(masters, "STEP_NUMEL", 16)
 

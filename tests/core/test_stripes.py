@@ -92,7 +92,7 @@ def test_checkpoints_are_deepspeeds(kind: str, stage: int, ranks: int, tmp_path:
     zero = {"offload_optimizer": {"device": "cpu"}} if kind == "offload" else {}
 
     def run() -> None:
-        nodes.WITHIN_HOST = nodes.NATIVE = nodes.Messages(100, 2)
+        nodes.WITHIN_HOST = nodes.NATIVE = nodes.MessageSizes(100, 2)
         engine = make_engine(stage, config, zero)
         zerosync = attach(engine)
         stripes = [layout.stripes for layout in attached_of(zerosync).parts.reducer.layouts]
@@ -153,7 +153,7 @@ def test_states_by_blocks_are_refused() -> None:
                     self.state[param]["absmax"] = torch.ones(4)
 
     def run() -> None:
-        nodes.WITHIN_HOST = nodes.NATIVE = nodes.Messages(100, 2)
+        nodes.WITHIN_HOST = nodes.NATIVE = nodes.MessageSizes(100, 2)
         module = model()
         engine = engines.make_engine(module, Blockwise(module.parameters(), lr=0.1), 2)
         attach(engine)
@@ -170,7 +170,7 @@ def test_shards_stay_in_one_piece_for_states_by_blocks() -> None:
         __module__ = "bitsandbytes.optim.adamw"
 
     def run() -> float:
-        nodes.WITHIN_HOST = nodes.NATIVE = nodes.Messages(100, 2)
+        nodes.WITHIN_HOST = nodes.NATIVE = nodes.MessageSizes(100, 2)
         module, plain = model(), model()
         engine = engines.make_engine(module, AdamW8bit(module.parameters(), lr=0.05), 2)
         with pytest.raises(ValueError, match="AdamW8bit keeps its states by blocks of elements"):

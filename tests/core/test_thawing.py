@@ -76,7 +76,7 @@ def test_parameters_that_are_frozen_for_some_steps(
     stage: int, optimizer: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They require a gradient while the engine is built, as the error above says. No step moves what is frozen."""
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(200, 2))  # several pieces to step
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(200, 2))  # several pieces to step
     half = "bf16" in options
 
     def layers(net: Any) -> list[nn.Module]:

@@ -171,7 +171,7 @@ def run_attached(program: Program, rank: int) -> nn.Module:
     model = program.model()
     accumulation = {} if program.managed else {"managed_gradient_accumulation": False}
     engine = make_engine(model, program.make_optimizer(model), program.stage, program.zero, **accumulation)
-    nodes.WITHIN_HOST = nodes.Messages(program.chunk_bytes, 2)
+    nodes.WITHIN_HOST = nodes.MessageSizes(program.chunk_bytes, 2)
     zerosync = attach(engine, **program.options)
     steps = 0
     for operation, *details in program.operations:

@@ -52,7 +52,7 @@ def test_accumulation_scheduler(stage: int) -> None:
 
 def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a module that all ranks run, by default options: as experts without tokens (W4)."""
-    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.Messages(400, 1))
+    monkeypatch.setattr(nodes, "WITHIN_HOST", nodes.MessageSizes(400, 1))
 
     def run() -> float:
         module = Module()

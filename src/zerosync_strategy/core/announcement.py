@@ -1,4 +1,4 @@
-"""Output of a run: lines of the logger ``zerosync_strategy``, and notes for ``zerosync run``."""
+"""Output: lines of the logger ``zerosync_strategy``, and notes for ``zerosync run``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 NOTES = "ZEROSYNC_RUN_NOTES"
-"""Environment variable: the file from which ``zerosync run`` reads what ZeroSync has attached to."""
+"""Environment variable: the file to which processes write, for ``zerosync run``, what ZeroSync has attached to."""
 ATTACHED = "attached to"
 REPORT = "ZEROSYNC_REPORT"
 """Environment variable: ``N``, or ``N:FILE``; overrides the options ``report_every`` and ``report_file``."""

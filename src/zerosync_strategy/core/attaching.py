@@ -1,4 +1,4 @@
-"""``attach()``: checks and agreement of the ranks, before an engine gets its handle."""
+"""``attach()``: checks the engine, compares the ranks, and returns the handle."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def attach(engine: DeepSpeedEngine, config: ZeroSyncConfig | None = None, **opti
 
 
 def _attached(engine: DeepSpeedEngine, config: ZeroSyncConfig, whole: bool) -> AttachedEngine:
-    """Attach the mechanisms of the ZeRO stage to ``engine``, override its methods, and return the attached engine."""
+    """Make the attached engine for the ZeRO stage of ``engine``, override DeepSpeed's methods, and return it."""
     overrides: type[OptimizerOverrides]
     of_engine = EngineOverrides
     if zero.stage(engine) == 3:

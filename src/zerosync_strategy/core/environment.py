@@ -1,4 +1,4 @@
-"""What the environment and the machine let go wrong or slow at a number of ranks, said once when an engine attaches."""
+"""Settings of the environment and the machine that make training wrong or slow; logged when an engine attaches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What :func:`problems` looks at.
+    """The input of :func:`problems`.
 
     Attributes:
         variables: of the environment.
@@ -77,7 +77,7 @@ def problems(of: Surroundings) -> Iterator[str]:
 
 
 def surroundings(engine: DeepSpeedEngine, config: ZeroSyncConfig) -> Surroundings:
-    """Return those of ``engine``; sends nothing."""
+    """Return the surroundings of ``engine``. Sends nothing."""
     group, native = zero.data_parallel_group(engine.optimizer), config.reduction == "native"
     ranks, everyone = dist.get_world_size(group), dist.get_world_size()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

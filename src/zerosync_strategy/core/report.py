@@ -1,4 +1,4 @@
-"""The report of one optimizer step."""
+"""The report of one optimizer step, and the automatic budgets in it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from zerosync_strategy.core.params.module_parameters import ModuleParameters
 from zerosync_strategy.core.report import Choice, size_text
 
 SHARE = 4
-"""Unreduced gradients may take a quarter of the device beyond what stock DeepSpeed holds of them."""
+"""Unreduced gradients may take a quarter of the device more than stock DeepSpeed's gradients."""
 
 
 def device_memory(device: torch.device) -> tuple[int, int] | None:
@@ -52,9 +52,9 @@ def device_memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def bounded(engine: DeepSpeedEngine, config: ZeroSyncConfig, ranks: int) -> ZeroSyncConfig:
-    """Return ``config``, with ``coalesce=False`` if unreduced gradients would not fit. Collective on such devices.
+    """Return ``config``, with ``coalesce=False`` if unreduced gradients would not fit. Collective on CUDA.
 
-    ``ranks``: that shard the gradients. An option that says what to keep is kept.
+    ``ranks``: that shard the gradients. A given budget is kept.
     """
     memory = device_memory(engine.device)
     if memory is None or not config.coalesce or config.grad_memory_budget is not None:
@@ -82,7 +82,7 @@ _TAKEN = ("active_bytes", "inactive_split_bytes")  # of torch's statistics
 
 
 class DeviceGauge:
-    """GPU memory that torch's allocator can neither return to the device nor use for every request.
+    """The GPU memory that torch's allocator can neither return to the device nor use for any request.
 
     It consists of the blocks in use, the freed blocks that wait for a stream, and the free parts of segments that are
     partly in use. Free segments are not counted: they serve the next request, or are returned to the device before the

@@ -38,7 +38,7 @@ _LAST = "zerosync_last_backward"  # the state of LastBackward
 
 
 def before_save(attached: AttachedEngine) -> None:
-    """Called before any format is written. Collective."""
+    """Prepare the engine for a save in any format. Collective."""
     wait_for_save()
     if attached.parts.engine.global_rank == 0:
         attached.parts.window.warn_if_open("save_checkpoint() was called")
@@ -71,14 +71,14 @@ def own_entries(attached: AttachedEngine) -> dict[str, Any]:
 
 
 def _of_every_format(attached: AttachedEngine) -> dict[str, Any]:
-    """Return those that each format has."""
+    """Return the entries that both formats have."""
     return {_VERSION: __version__, _LAST: attached.parts.window.last.state()}
 
 
 def find(
     attached: AttachedEngine, path: str | Path, tag: object, optimizer_states: bool
 ) -> tuple[str | None, type[Reader] | None]:
-    """Return the verified tag that ``load_checkpoint`` loads, and who reads it; ``None``: DeepSpeed. Collective."""
+    """Return the verified tag to load, and the class of its reader; ``None``: DeepSpeed reads it. Collective."""
     wait_for_save()
     if engine_state.loads_universal(attached.parts.engine):
         raise ValueError(
@@ -101,7 +101,7 @@ def find(
 
 
 def _is_of_others(attached: AttachedEngine, folder: Path, optimizer_states: bool) -> tuple[str, bool]:
-    """Return who has saved a checkpoint of DeepSpeed's, and whether DeepSpeed could not load it on this rank."""
+    """Return the kind of a checkpoint of DeepSpeed's, as text, and whether DeepSpeed cannot load it on this rank."""
     kind, by_name = saved_files.kind_of(folder), attached.by_name
     if kind is None:
         return "", False
@@ -171,7 +171,7 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def loaded(
     attached: AttachedEngine, path: str | Path, found: tuple[Any, Any], optimizer_states: bool
 ) -> tuple[Any, Any]:
-    """Return what DeepSpeed's ``load_checkpoint`` has ``found``, without our entries, which are loaded."""
+    """Return ``found``, the result of DeepSpeed's ``load_checkpoint``, after loading and removing our entries."""
     _, state = found
     if state is None:
         _warn_of_nothing_loaded(attached, path)
@@ -212,7 +212,7 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 
 @contextmanager
 def checkpointing(attached: AttachedEngine, what: str, stock: bool = True) -> Iterator[None]:
-    """Around what reads or writes shards; with ``stock`` in DeepSpeed's layout, else in that of a step. Collective."""
+    """Context of reading or writing shards, with ``stock`` in DeepSpeed's layout, else in a step's. Collective."""
     # Trained parameters are saved and loaded with the optimizer, even if they are frozen now.
     apart, trained = attached.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
     with apart, attached.activity(f"the attempt to {what}"), trained:

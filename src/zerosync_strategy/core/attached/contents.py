@@ -1,4 +1,4 @@
-"""What a distributed checkpoint has of an attached engine, by name: what this rank writes of it, and reads.
+"""The contents of a distributed checkpoint of an attached engine, by name, as this rank writes and reads them.
 
 The keys are those of ``torch.distributed.checkpoint.state_dict.get_state_dict``, which FSDP2 uses::
 
@@ -8,8 +8,8 @@ The keys are those of ``torch.distributed.checkpoint.state_dict.get_state_dict``
     engine                            counters, loss scale, scheduler, the program's client state
     rng.RANK                          the state of the random number generators of a rank
 
-Nothing is gathered or copied: a rank writes the part of its master weights and states that it steps, and reads what it
-needs into the same memory. Low-precision parameters are the master weights, rounded.
+Nothing is gathered or copied: a rank writes the master weights and states that it steps, and reads into the same
+memory. Low-precision parameters are the master weights, rounded.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Contents:
         return {name: first for name, first in tied.items() if name != first}
 
     def _untrained_pieces(self, param: torch.nn.Parameter, of_rank: bool) -> Iterator[Piece]:
-        """Yield a parameter that the optimizer lacks: what this rank has of it, or with ``of_rank`` what it writes."""
+        """Yield this rank's pieces of a parameter that the optimizer lacks; ``of_rank``: only what it writes."""
         shape = zero3.full_shape(param)
         if zero3.is_sharded(param) and zero3.full_numel(param):
             start, numel = zero3.own_range(param)

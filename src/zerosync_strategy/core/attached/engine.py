@@ -1,6 +1,6 @@
 """An attached engine: its parts, and what DeepSpeed's overridden methods do with them.
 
-The timeline of a step. What is sent at a point is sent by all ranks alike:
+The timeline of a step. All ranks send the same at each point:
 
 ==============  ============================  ==============================  =====================================
 when            function                      gradients                       sent
@@ -41,7 +41,7 @@ from zerosync_strategy.core.checkpoints import background
 from zerosync_strategy.core.checkpoints.background import StagingMemory, wait_for_save
 from zerosync_strategy.core.comm.collectives import is_native, share_timeout
 from zerosync_strategy.core.comm.journal import SentCounter, phase
-from zerosync_strategy.core.comm.nodes import Topology, messages_of
+from zerosync_strategy.core.comm.nodes import Topology, message_sizes
 from zerosync_strategy.core.engine import compilation, engine_state, param_functions, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model, leave_out_ranges
 from zerosync_strategy.core.engine.patches import interpose, replaced, restore
@@ -71,7 +71,7 @@ class AttachedEngine:
     Raises ``ValueError`` if an option needs another stage, or a process group another backend.
 
     Args:
-        whole: the optimizer needs whole parameters: each has an owner, the rank that steps it.
+        whole: the optimizer needs whole parameters, so each has an owner, the rank that steps it.
 
     Attributes:
         all: the attached engines of this process; ``number`` grows in the order in which they were attached.
@@ -85,19 +85,19 @@ class AttachedEngine:
     all: ClassVar[weakref.WeakSet[AttachedEngine]] = weakref.WeakSet()
 
     def __init__(self, engine: DeepSpeedEngine, config: ZeroSyncConfig, whole: bool) -> None:
-        # 1. What may raise on all ranks, before anything is changed.
+        # 1. Checks that may raise, on all ranks, before anything is changed.
         _check_options(engine, config, whole)
         reports = PrintedReports(config.report_every, config.report_file)
         # 2. The process: its patches, until the last engine is detached.
         self.number = next(_numbers)
         _patch_process(engine)
         self._rank_status = rank_status()
-        # 3. What is sent: in which messages, between which nodes, and its count.
+        # 3. Communication: sizes of messages, nodes, and the count of bytes.
         group = zero.data_parallel_group(engine.optimizer)
         config = bounded(engine, config, dist.get_world_size(group))
-        messages, topology = messages_of(group, engine.device), Topology(config.node_size, group)
+        messages, topology = message_sizes(group, engine.device), Topology(config.node_size, group)
         counter = SentCounter(topology.between)
-        # 4. Gradients: their shards, the reduction into these, the window. They ask the stage, which is made of them.
+        # 4. Gradients: shards, reduction, window. They call the stage, which needs them, so it is made after them.
         names = {param: name for name, param in engine.module.named_parameters()}
         of_stage: Any = PerParamShards if zero.stage(engine) == 3 else FlatShards
         shards = of_stage(engine, config, topology, counter, whole)
@@ -120,7 +120,7 @@ class AttachedEngine:
             self.stage = ShardedStage(parts, shards, whole, messages, topology, _is_constant)
         else:
             self.stage = FlatStage(parts, shards, whole)
-        # 6. What looks at all of these.
+        # 6. Budgets, reports and guards, which read all of these.
         stepper, of_module = self.stage.stepper, self.stage.of_module
         self.by_name = StatesByName(engine, stepper, names) if isinstance(stepper, WholeStepper) else None
         budgets = automatic_budgets(engine, config, reducer, of_module)
@@ -203,7 +203,7 @@ class AttachedEngine:
 
     @contextmanager
     def backward(self, is_last: bool | None) -> Iterator[None]:
-        """Around ``engine.backward``; ``is_last``: by DeepSpeed's own accumulation; ``None``: it does not say."""
+        """Context of ``engine.backward``. ``is_last``: of DeepSpeed's own accumulation; ``None``: it has none."""
         with self.stage.backward():
             if is_last is not None:
                 self.parts.window.expect_last(is_last)
@@ -230,7 +230,7 @@ class AttachedEngine:
         self.parts.window.zero_grad()
 
     def module_zeroed(self, params: Set[int]) -> None:
-        """Drop gradients if ``zero_grad()`` of a module with ``params``, by id, has removed all of the optimizer's."""
+        """Drop all gradients if ``zero_grad()`` of a module with ``params``, by id, has removed them."""
         if self.guards.zeroed(params):
             self.zero_grad()
 
@@ -278,7 +278,7 @@ class AttachedEngine:
 
     def states_loaded(self) -> None:
         engine: Any = self.parts.engine
-        # Gradients were dropped, and a run may accumulate over another number of backwards than the one that saved.
+        # Gradients were dropped. This run may accumulate over another number of backwards than the saved one.
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         self.stage.stepper.mode = ""
         self.guard_states()
@@ -316,12 +316,12 @@ class AttachedEngine:
 
     @contextmanager
     def apart(self, section: str) -> Iterator[None]:
-        """Around what is not part of a step: its traffic counts for the outermost ``section``."""
+        """Context: what is sent inside is not part of a step, and counts for the outermost ``section``."""
         with self.stage.reading(), self.parts.counter.apart(section):
             yield
 
     def activity(self, what: object) -> AbstractContextManager[None]:
-        """Around what may communicate (W4)."""
+        """Context of what may communicate, for errors (W4)."""
         return Activity(self._rank_status, what, self._position, self.meter)
 
     def _position(self) -> str:
@@ -340,7 +340,7 @@ def _check_options(engine: DeepSpeedEngine, config: ZeroSyncConfig, whole: bool)
 
 
 def why_not_by_name(engine: DeepSpeedEngine) -> str:
-    """Return what of ``engine`` a checkpoint that any number of ranks reads cannot hold; empty if it can all."""
+    """Return what a checkpoint for any number of ranks cannot hold of ``engine``; empty if it can hold everything."""
     why = engine_state.why_not_distributed(engine)
     if not why and any(dist.get_world_size(group) != dist.get_world_size() for group in zero.process_groups(engine)):
         return (

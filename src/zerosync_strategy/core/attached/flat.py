@@ -1,4 +1,4 @@
-"""Parameters of ZeRO-1 or ZeRO-2: optimizer states in stripes, parameters gathered after a step."""
+"""ZeRO-1 and ZeRO-2: every rank has the parameters and steps a stripe of each bucket; the step gathers the result."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from zerosync_strategy.core.report import size_text
 
 
 class FlatStage(Stage):
-    """Stages 1 and 2: full parameters on each rank, in flat buffers, and the master weights of its stripes.
+    """Stages 1 and 2: full parameters on each rank, in flat buffers, and master weights of its stripes.
 
     Attributes:
-        states: of the optimizer.
+        states: the optimizer's, by stripes or in DeepSpeed's layout.
     """
 
     masters: FlatMasters

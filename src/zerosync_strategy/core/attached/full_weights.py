@@ -1,10 +1,10 @@
-"""The full weights of a module, one run at a time: for a consumer, for files, or for the first rank of each group.
+"""The full weights of a module, gathered a few at a time: for a consumer, files, or the first rank of each group.
 
-A run is the parameters that one message gathers. Its values are in memory of their own and the parameters stay as they
-are. So nothing in the engine waits for the consumer, and a consumer that stops early leaves nothing to clean up.
+One message gathers a *run* of parameters, into new memory, and the parameters stay sharded. So nothing in the engine
+waits for the consumer, and a consumer that stops early leaves nothing to clean up.
 
-DeepSpeed collects full parameters on rank 0, whose model lacks those that other groups of ranks shard. In a full state,
-the first rank that shards a parameter has it.
+DeepSpeed collects full parameters on rank 0, which lacks those that other groups of ranks shard. In a full state, the
+first rank that shards a parameter has it.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def export_weights(
 
 
 def full_state(attached: AttachedEngine) -> dict[str, torch.Tensor]:
-    """Return the parameters of the groups whose first rank this is; see :meth:`ZeroSync.full_state`. Collective.
+    """Return the parameters of which this rank is the first that shards them; see :meth:`ZeroSync.full_state`.
 
-    The results of all ranks together are the model; the same name on two ranks means two parameters, of two groups.
+    Collective. The results of all ranks are the model; one name on two ranks means two parameters, of two groups.
     """
     _check_stage(engine := attached.parts.engine)
     params = dict(engine.module.named_parameters())

@@ -1,4 +1,4 @@
-"""Which calls of a program are illegal, and when. Each raises an error with a remedy."""
+"""Errors, each with its remedy, for calls that are illegal in the present state of an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zerosync_strategy.core.engine import zero
 
 
 class Guards:
-    """The contexts that one engine is in, and what it trained when it was attached.
+    """The contexts that the program is in, and the parameters that the engine trained when it was attached.
 
     Attributes:
         needs_every_gradient: DeepSpeed's ``"ignore_unused_parameters"`` is false; else no step is checked for them.
@@ -82,9 +82,9 @@ class Guards:
         )
 
     def trains(self, by_all: Iterator[nn.Parameter]) -> bool:
-        """Return whether a backward that begins may give a gradient to a parameter of the optimizer.
+        """Return whether a beginning backward may give a gradient to a parameter of the optimizer.
 
-        Raise ``RuntimeError`` if a parameter requires a gradient that is not in ``by_all``, what all engines train.
+        Raise ``RuntimeError`` if a parameter requires a gradient that no engine trains; ``by_all``: what they train.
         """
         if thawed := [param for param in self._untrained if param.requires_grad]:  # none may be left out silently (N1)
             trained = set(map(id, by_all))
@@ -98,9 +98,9 @@ class Guards:
         return any(param.requires_grad for param in self.trained)
 
     def zeroed(self, params: Set[int]) -> bool:
-        """Return whether ``zero_grad()`` of a module with ``params``, by id, has removed all gradients of the engine.
+        """Return whether ``zero_grad()`` of a module with ``params``, by id, covers all parameters of the optimizer.
 
-        Raise ``RuntimeError`` if it removed some that cannot be dropped alone any more.
+        Raise ``RuntimeError`` if it covers some, and reduced gradients are in the shards, where they cannot be dropped.
         """
         own = set(map(id, self.trained))
         if own <= params:

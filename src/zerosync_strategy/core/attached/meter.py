@@ -1,4 +1,4 @@
-"""Measures each optimizer step: what it sent, what it had to send, and the peaks of memory."""
+"""Reports each optimizer step: the bytes sent, the minimum, and the peaks of memory."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class StepMeter:
 
     Attributes:
         budgets: the automatic ones; ``None``: no budget is automatic.
-        parameter_bytes: by parameter, the bytes that one rank must send to give it to all ranks once; ``all_once``:
-            their sum.
+        parameter_bytes: by parameter, the least that a rank must send to give it to all ranks once; ``all_once``: the
+            sum.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StepMeter:
         self._counts_gathers = False
 
     def memory(self) -> str:
-        """Return in words what this engine has held since the last step, and what lowers it; for an error."""
+        """Return in words what this engine has held since the last step, and which options lower it; for an error."""
         held = [f"{size_text(self._parts.reducer.local.peak_bytes)} of unreduced gradients (coalesce=False, or a"]
         held[0] += " grad_memory_budget, lets less stay)"
         if self._of_module is not None:

@@ -1,7 +1,6 @@
 """The methods of DeepSpeed's engine and optimizer that ZeroSync overrides.
 
-Each class here is interposed before DeepSpeed's own (``engine/patches.py``). It has no state and forwards calls to the
-attached engine.
+Each class is interposed before DeepSpeed's own (``engine/patches.py``), has no state, and calls the attached engine.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class EngineOverrides(ModeOverrides):
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-        *args: Any, **kwargs: Any,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         states = load_optimizer_states and not load_module_only
         if zero.stage(self) == 3:  # DeepSpeed would return without the weights, which it has with the states alone
@@ -244,8 +242,8 @@ class WholeOverrides(OptimizerOverrides):
         checkpoint_folder: Any = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         def load(state: Any) -> Any:
-            how = (load_optimizer_states, load_from_fp32_weights, None)
-            return super(WholeOverrides, self).load_state_dict(state, *how, *args, **kwargs)
+            given = (state, load_optimizer_states, load_from_fp32_weights, None, *args)
+            return super(WholeOverrides, self).load_state_dict(*given, **kwargs)
 
         return self._zerosync_attached.by_name.load(state_dict_list, load_optimizer_states, load)
 
@@ -296,8 +294,7 @@ class Stage3Overrides(OptimizerOverrides):
         if zero3_optimizer.scales_gradients(self):
             super().unscale_and_clip_grads(*args)
 
-    # DeepSpeed's functions safe_get_... and safe_set_... call these. In DeepSpeed, setting a full tensor fails on a
-    # rank whose shard has padding.
+    # Called by DeepSpeed's safe_get_... and safe_set_..., which fail on full tensors if the rank's shard has padding.
 
     def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Any:
         self._zerosync_attached.stage.pending.check_reduced("safe_get_local_grad()")

@@ -1,4 +1,4 @@
-"""Parameters of ZeRO-3: what gathers, holds and unshards them."""
+"""ZeRO-3: every rank has a shard of each parameter; modules gather the parameters that they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerosync_strategy.core.attached.stage import Parts, Stage
-from zerosync_strategy.core.comm.nodes import Messages, Topology
+from zerosync_strategy.core.comm.nodes import MessageSizes, Topology
 from zerosync_strategy.core.engine import (
     compilation,
     contract,
@@ -50,9 +50,9 @@ _BEGINS_INSIDE = (
 
 
 class ShardedStage(Stage):
-    """Stage 3: parameters that are sharded one by one, and gathered by units.
+    """Stage 3: parameters sharded one by one, and gathered by units.
 
-    All engines of the module share ``of_module``. ``is_constant`` returns whether no optimizer trains a parameter.
+    All engines of a module share ``of_module``. ``is_constant`` returns whether no optimizer trains a parameter.
 
     Attributes:
         joint_step: steps all sub-groups with the last one; ``None``: each steps by itself.
@@ -65,7 +65,7 @@ class ShardedStage(Stage):
     scheduler: GatherScheduler
 
     def __init__(
-        self, parts: Parts, shards: PerParamShards, whole: bool, messages: Messages, topology: Topology,
+        self, parts: Parts, shards: PerParamShards, whole: bool, messages: MessageSizes, topology: Topology,
         is_constant: Callable[[nn.Parameter], bool],
     ) -> None:  # fmt: skip
         engine, config, reducer = parts.engine, parts.config, parts.reducer
@@ -129,7 +129,7 @@ class ShardedStage(Stage):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward or a forward; an exception reshards what it has gathered."""
+        """Context of a backward or a forward; after an exception, what it has gathered is resharded."""
         try:
             yield
         except RankError:

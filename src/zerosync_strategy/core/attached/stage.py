@@ -1,4 +1,4 @@
-"""What ZeRO's stages do differently with the parameters of an engine, as an interface."""
+"""The interface of what ZeRO's stages do with the parameters of an engine (``flat.py``, ``sharded.py``)."""
 
 # ruff: noqa: B027  (a stage that has nothing to do at an event has no method for it)
 
@@ -36,12 +36,12 @@ class Parts:
 
     Attributes:
         names: of the module's parameters.
-        edits: finds what the program has written to parameters, for the master weights.
+        edits: takes what the program has written to parameters into the master weights.
         statistics: of BatchNorm and the like, alike on all ranks after a step; ``None``: the module has none.
         counter: of what the engine sends.
         copies: of what checkpoints in the background have; ``None``: they are written at once.
-        activity: a context around what may communicate (W4).
-        apart: a context around traffic that is not the step's.
+        activity: makes a context of what may communicate, for errors (W4).
+        apart: makes a context in which traffic is not counted for the step.
     """
 
     engine: DeepSpeedEngine
@@ -63,17 +63,16 @@ class Parts:
 
 
 class Stage(ABC):
-    """What one ZeRO stage does with the parameters of one attached engine (``flat.py``, ``sharded.py``).
+    """What one ZeRO stage does with the parameters of one attached engine.
 
-    The first methods are called in their order here: by forwards and backwards, and by the step. Saves, loads, edits
-    and exchanges of weights use the next ones.
+    The methods stand in the order in which forwards, backwards and the step call them. Those for saves, loads, edits
+    and exchanges of weights follow.
 
     Attributes:
         masters: the master weights that this rank steps.
         stepper: makes the step of the torch optimizer.
         pending: the gradients of the window, for the program.
-        scheduler, of_module: of gathers, and what all engines of the module share; ``None``: this stage gathers nothing
-            on the way.
+        scheduler: of gathers. ``of_module``: shared by all engines of the module. ``None``: the stage gathers nothing.
     """
 
     masters: Masters
@@ -131,7 +130,7 @@ class Stage(ABC):
 
     @abstractmethod
     def adopt_edits(self) -> None:
-        """Make a step or a checkpoint start from the parameters as the program has left them (N1)."""
+        """Take the program's edits of parameters into the master weights, before a step or a checkpoint (N1)."""
 
     @abstractmethod
     def change_masters(self, change: Callable[[], None]) -> None:
@@ -139,9 +138,9 @@ class Stage(ABC):
 
     @abstractmethod
     def take_masters(self, others: Iterable[nn.Parameter]) -> None:
-        """Give all ranks the parameters of master weights that were loaded. Collective.
+        """Give all ranks the parameters of the loaded master weights. Collective.
 
-        ``others``: parameters that the optimizer lacks, of which this rank's part was loaded.
+        ``others``: parameters that are not in the optimizer, of which this rank has loaded its shard.
         """
 
     def in_step_layout(self) -> None:
@@ -163,7 +162,7 @@ class Stage(ABC):
     # ---- other events, and the end -------------------------------------------------------------------------------
 
     reading: Around = nullcontext
-    """Around what a call of the program's to this engine gathers, of several engines of a module."""
+    """Around a call of the program: what it gathers counts for this one of the module's engines."""
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -1,15 +1,15 @@
-"""Saves that a thread completes while training goes on: host copies of what is saved, and how all ranks know the end.
+"""Saves that a thread completes while training goes on: host copies of the values, and the agreement on the outcome.
 
-What is written is copied before, to host memory that is kept for the next save. Ranks agree over the process group's
-store, on a connection of their own: a collective of a thread could meet those of training. The keys of a save::
+Values are first copied to host memory, which is kept for the next save. Ranks agree over the process group's store, on
+a connection of their own, because a collective of the thread could match one of training. The keys of a save::
 
     written      how many ranks have written their part, or failed; "all" is set when all have
     failed       how many have failed; error/1, error/2, ... are their errors
     end          set by the first rank: how the save ended; empty: it is complete
-    raise_at     at the begin of which step all ranks raise, counted since the save
+    raise_at     the step, counted since the save, at whose begin all ranks raise
 
-The first rank sets ``raise_at`` in step n to n + 1. No other rank can begin step n + 1 before the first one has taken
-part in step n, so all look at the key after it was set.
+The first rank sets ``raise_at`` in step n to n + 1. No rank can begin step n + 1 before the first one has taken part in
+step n, so every rank reads the key after it was set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FAREWELL_SECONDS = 10.0
 
 
 class Job(Protocol):
-    """One save: what its ranks do. ``id``: unique, the same on all ranks."""
+    """One save, as each rank completes it. ``id``: unique, the same on all ranks."""
 
     id: str
 
@@ -56,7 +56,7 @@ class Job(Protocol):
         """Write this rank's part."""
 
     def publish(self) -> None:
-        """On the first rank, after all have written theirs: make the checkpoint one that can be loaded."""
+        """On the first rank, after all ranks have written: make the checkpoint loadable."""
 
     def abandon(self) -> None:
         """On the first rank: remove what was written."""
@@ -99,7 +99,7 @@ class Background:
         self._pending = _Pending(job, store, self._thread.submit(self._run, job, store))
 
     def after(self, then: Callable[[], None]) -> None:
-        """Call ``then`` after the pending save is complete, and not if it fails; now, if none is pending."""
+        """Call ``then`` when the pending save is complete, or at once if none is pending; never, if it fails."""
         if self._pending is None:
             then()
             return
@@ -177,7 +177,7 @@ class Background:
         return text
 
     def _await(self, store: Store, key: str, whom: Callable[[], Sequence[int]], job: Job) -> str:
-        """Wait for ``key``. Return what is wrong if the ranks ``whom`` write nothing for longer than the patience."""
+        """Wait for ``key``. Return an error text if the ranks ``whom()`` write nothing for longer than the patience."""
         pause, looked = 0.01, time.monotonic()
         written: dict[int, int] = {}
         while not store.check([key]):
@@ -210,7 +210,7 @@ def background() -> Background:
 
 
 def after_save(then: Callable[[], None]) -> None:
-    """Call ``then`` after the pending save is complete, and not if it fails; now, if none is pending."""
+    """Call ``then`` when the pending save is complete, or at once if none is pending; never, if it fails."""
     if current is None:
         then()
     else:
@@ -218,7 +218,7 @@ def after_save(then: Callable[[], None]) -> None:
 
 
 def wait_for_save() -> None:
-    """Wait until no save is pending, without a process group, too; raise if it has failed."""
+    """Wait until no save is pending, even after the process group was destroyed; raise if it has failed."""
     if current is not None:
         current.wait()
 
@@ -227,10 +227,7 @@ _ALIGNMENT = 64
 
 
 class StagingMemory:
-    """Host memory for one content at a time, pinned if the values are on a device.
-
-    :attr:`nbytes`: what is kept.
-    """
+    """Host memory for a copy of one content, pinned if the values are on a device. It keeps :attr:`nbytes`."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -241,7 +238,7 @@ class StagingMemory:
 
     @torch.no_grad()
     def of(self, content: Content) -> Content:
-        """Return a copy of ``content``, complete on return. The tensors of the copy before are overwritten."""
+        """Return a copy of ``content``, complete on return. It overwrites the tensors of the previous copy."""
         pieces = [piece for of_key in content.tensors.values() for piece in of_key]
         devices = {piece.values.device for piece in pieces if piece.values.device.type != "cpu"}
         self._make_room(bytes_of(content), pinned=bool(devices))

@@ -1,12 +1,12 @@
-"""The files of ``torch.distributed.checkpoint`` (DCP): a file of data per rank, and one that says where what is.
+"""The files of ``torch.distributed.checkpoint`` (DCP): a data file per rank, and ``.metadata``, which indexes them.
 
 DCP stores boxes of tensors: offsets and sizes by dimension. What a ZeRO rank has of a parameter is a contiguous range
 of its row-major elements. In n dimensions that is at most 2n - 1 boxes (in two: the end of a row, full rows, the begin
 of a row), and each is a view of the flat buffer.
 
-Each rank knows what it has, so nothing is planned by one rank for all: every rank writes its boxes and leaves their
-places in a file, from which the first rank makes ``.metadata``. DCP's own writer keeps a copy of all boxes until its
-file is complete. Here, writing and reading (``readers.py``) need the memory of one box of :data:`MOST_BYTES`.
+No rank plans for the others: every rank writes its boxes, and their offsets to a file of its own, from which the first
+rank makes ``.metadata``. DCP's own writer keeps a copy of all boxes until its file is complete. Here, writing and
+reading (``readers.py``) need the memory of one box of :data:`MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class StoredEntry(NamedTuple):
 
 
 class _Summed(io.RawIOBase):
-    """A stream that adds up the checksum of what is written to ``file``. It does not close it."""
+    """A stream that writes to ``file`` and computes the checksum. Closing it leaves ``file`` open."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.crc32, self.size = file, 0, 0
@@ -177,7 +177,7 @@ def _entries_of(rank: int) -> str:
 
 
 def write(folder: Path, rank: int, content: Content) -> FileState:
-    """Write what this ``rank`` has to ``folder``, and where it is; return the state of the data file. Sends nothing."""
+    """Write the ``content`` of this ``rank``, and its offsets, to ``folder``; return the data file's state."""
     entries: list[StoredEntry] = []
     path = folder / name_of(rank)
     with path.open("wb") as file:
@@ -204,7 +204,7 @@ def write(folder: Path, rank: int, content: Content) -> FileState:
 
 
 def _alone(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` on the host, as a storage of their own for ``torch.save``, without a copy if they are there."""
+    """Return ``values`` on the host with a storage of their own, as ``torch.save`` needs; a copy only from a device."""
     if values.device.type != "cpu":
         return values.cpu()
     if not values.numel():
@@ -213,7 +213,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 
 
 def complete(folder: Path, ranks: int, names: dict[Key, Key]) -> None:
-    """Write ``.metadata`` from what ``ranks`` have left; raise ``DamageError`` if elements are missing or twice there.
+    """Write ``.metadata`` from the offsets of all ``ranks``; raise ``DamageError`` if elements are missing or double.
 
     ``names``: see :class:`Content`.
     """
@@ -268,5 +268,5 @@ def _check_elements(metadata: Metadata) -> None:
 
 
 def text_of(key: Key) -> str:
-    """Return the name under which DCP stores what has this key in nested dictionaries."""
+    """Return DCP's name for a key of nested dictionaries."""
     return ".".join(map(str, key))

@@ -1,4 +1,4 @@
-"""Loading: all ranks verify what they will read, and agree on it, before anything is changed (K2)."""
+"""Loading: all ranks verify the files and agree on the checkpoint before anything is changed (K2)."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _verified: dict[tuple[Path, str | None], str | None] = {}  # the tag, by directo
 
 
 def verify(source: SavedCheckpoint) -> str | None:
-    """Return the tag that all ranks load; ``None`` if there is no checkpoint to choose. Collective.
+    """Return the tag that all ranks load; ``None`` if no tag was asked for and there is no file ``latest``. Collective.
 
-    Every rank raises a ``CheckpointError`` if one cannot load it, or if ranks would load different ones. Nothing has
-    been changed then.
+    Every rank raises a ``CheckpointError``, with nothing changed, if one cannot load it or if ranks would load
+    different ones.
     """
     key = source.directory, source.tag
     return _verified[key] if key in _verified else _agree([source])[0]
@@ -129,8 +129,8 @@ def tag_of(source: SavedCheckpoint) -> str | None:
 def _manifest_of(source: SavedCheckpoint, tag: str | None) -> Manifest | None:
     """Verify this rank's share of the files; return a manifest of the checkpoint, or ``None`` if it has none.
 
-    The share is what this rank has written itself, so that each file is read by one rank, however many load it. If the
-    number of ranks differs, the ranks divide the files among them.
+    Each file is verified by one rank: the one that has written it, or if the number of ranks differs, one of those that
+    divide the files among them.
     """
     if tag is None:
         return None

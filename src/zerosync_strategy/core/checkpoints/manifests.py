@@ -1,7 +1,7 @@
-"""A manifest per rank in the directory of a tag: the save that it belongs to, and the files that the rank has written.
+"""A manifest per rank in the directory of a tag: the id of the save, and the files that the rank has written.
 
-While a checkpoint is written, its manifests are marked as incomplete. They are completed when all files are on disk. So
-an interrupted save, files of two saves and later changes of files are found, also without a run (K1).
+While a checkpoint is written, its manifests are marked as incomplete; they are completed when all files are on disk. So
+interrupted saves, files of two saves and later changes are found, by a run that loads or by ``zerosync doctor`` (K1).
 """
 
 from __future__ import annotations
@@ -182,24 +182,24 @@ def beside(directory: Path, suffix: str) -> Path:
 
 
 def is_being_written(directory: Path) -> bool:
-    """Return whether the ``directory`` of a tag has not got its name yet, because a save runs or was interrupted."""
+    """Return whether ``directory`` has the temporary name of a save that runs or was interrupted."""
     return directory.name.startswith(".") and directory.name.endswith(WRITING)
 
 
 def is_replaced(directory: Path) -> bool:
-    """Return whether ``directory`` has a checkpoint that another one under its tag has replaced, or was to."""
+    """Return whether ``directory`` has the temporary name of a checkpoint that a save of the same tag replaces."""
     return directory.name.startswith(".") and directory.name.endswith(REPLACED)
 
 
 def is_without_name(directory: Path) -> bool:
-    """Return whether a save was killed after it took the older checkpoint out of ``directory``, and before its own."""
+    """Return whether a save was killed after it moved the older checkpoint away, before it moved its own there."""
     if directory.exists():
         return False
     return beside(directory, REPLACED).is_dir() and beside(directory, WRITING).is_dir()
 
 
 def take_back(directory: Path) -> None:
-    """Give the older checkpoint its ``directory`` back if :func:`is_without_name`. Any ranks may call it at once."""
+    """Move the older checkpoint back to ``directory`` if :func:`is_without_name`. Ranks may call it concurrently."""
     if is_without_name(directory):
         with suppress(FileNotFoundError):  # another rank was faster
             os.rename(beside(directory, REPLACED), directory.resolve())

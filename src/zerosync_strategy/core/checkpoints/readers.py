@@ -1,4 +1,4 @@
-"""Reading checkpoints by name, on any number of ranks: those of ``torch.distributed.checkpoint`` (DCP) and DeepSpeed's.
+"""Reads checkpoints by name, on any number of ranks: of ``torch.distributed.checkpoint`` (DCP) and of DeepSpeed.
 
 DCP's own reader loads a stored box once for each part of it that is needed. Here, each is read once.
 """

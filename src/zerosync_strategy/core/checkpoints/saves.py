@@ -1,8 +1,9 @@
-"""Saving: a checkpoint can be loaded once all ranks have written their files, and not before (K1).
+"""Saving: a checkpoint can be loaded only once all ranks have written their files (K1).
 
-DeepSpeed's files are written where they are read, and marked as incomplete until then. A distributed checkpoint is
-written beside its directory, which then takes its place: until then, the one that had the same tag is as it was. Where
-a save may be killed then, and what has the tag after the next load or save (``take_back``, ``_remove_older``)::
+DeepSpeed's files are written where they are read, with manifests marked as incomplete until then. A distributed
+checkpoint is written to a temporary directory, which at the end is renamed; until then, an older checkpoint of the same
+tag stays as it was. What the tag refers to after the next load or save (``take_back``, ``_remove_older``), if a save is
+killed with these directories present::
 
     TAG  .TAG.replaced  .TAG.writing
     old                 incomplete    the old one
@@ -98,7 +99,7 @@ class EngineSave:
 
     @contextmanager
     def writing(self, path: str | None = None) -> Iterator[None]:
-        """Wrap the writing of a file. An error is kept for later, as the other ranks go to DeepSpeed's barrier."""
+        """Context of writing a file. Keeps an error until this rank has joined the others in DeepSpeed's barrier."""
         try:
             yield
         except Exception as error:
@@ -190,7 +191,7 @@ class DistributedSave(EngineSave):
         super().publish()
 
     def _remove_older(self) -> None:
-        """Remove the checkpoint that the present one has replaced, which gets the program's files from it."""
+        """Remove the replaced checkpoint, after moving the program's own files in it to the new one."""
         for entry in self._older.iterdir() if self._older.exists() and self._folder.exists() else ():
             if not is_of_checkpoint(entry.name) and not (self._folder / entry.name).exists():
                 os.rename(entry, self._folder / entry.name)
@@ -254,10 +255,10 @@ _current: _Save | None = None
 
 @contextmanager
 def one_save() -> Iterator[None]:
-    """Wrap the calls that save one checkpoint on all ranks, with all its parts. Collective.
+    """Context of the calls that save one checkpoint, of one or several engines. Collective.
 
-    The checkpoint is complete at the end, or if an engine saves in the background, when that has ended. Until then, and
-    if anything is raised, loading it is refused. If a rank could not write, every rank raises a ``CheckpointError``.
+    The checkpoint is complete at the end, or when the save in the background has ended. Until then, and if anything is
+    raised, loading it is refused. If a rank could not write, every rank raises a ``CheckpointError``.
     """
     global _current
     if _current is not None:
@@ -291,9 +292,9 @@ def one_save() -> Iterator[None]:
 
 @contextmanager
 def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
-    """Wrap the save of one engine. Collective.
+    """Context of the save of one engine. Collective.
 
-    Every rank raises a ``CheckpointError`` if one could not write. Any other error raises it on this rank alone.
+    Every rank raises a ``CheckpointError`` if one could not write. Another error raises it on this rank alone.
     """
     with one_save():
         assert _current is not None

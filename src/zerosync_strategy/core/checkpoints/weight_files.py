@@ -1,7 +1,7 @@
 """Full weights in safetensors files, as transformers names and loads them.
 
-A file is a header with the offset of each tensor, and the bytes. Shapes and dtypes are known before the first gather,
-so the header is written first and each tensor is written as soon as it is gathered.
+A file has a header with the offset of each tensor, then the bytes. Shapes and dtypes are known before the first
+gather, so the header is written first, and each tensor as soon as it is gathered.
 """
 
 from __future__ import annotations

@@ -35,13 +35,13 @@ class InFlight:
 
     Args:
         finish: called once, on the stream that has waited for the works; returns the result.
-        alive: what must live until then.
+        alive: kept alive until then.
         timeout: of each work. NCCL gets none: its watchdog has one, and with a timeout the host would wait instead of a
             stream. gloo's default is that of its group.
         label: its name in errors. ``exchange``: of messages, for which the host waits.
 
     Attributes:
-        is_done: it was waited for.
+        is_done: the wait has succeeded.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class InFlight:
         self.is_done = False
 
     def then(self, use: Callable[[Any], Any]) -> None:
-        """Let ``use`` have the result where it is waited for, in whose place the result is what that returns."""
+        """Apply ``use`` to the result when it is waited for; :meth:`wait` returns what that returns."""
         finish = self._finish
         self._finish = lambda: use(finish())
 
     def wait(self, *_: Any, **__: Any) -> Any:
-        """Order the current stream after it; on a device without streams, let the host wait. Return the result.
+        """Make the current stream, or without streams the host, wait for the collective; return its result.
 
-        Takes the options that DeepSpeed gives to works, and needs none of them. One that has failed raises its error
-        again: who cleans up after it hides nothing.
+        The options that DeepSpeed passes to works are ignored. A failed wait raises its error in each later call, so
+        that a clean-up cannot hide it.
         """
         if self._error is not None:
             raise self._error
@@ -82,13 +82,13 @@ class InFlight:
 
     @property
     def is_over(self) -> bool:
-        """Whether it needs its tensors no longer. gloo does not say it of a send or receive that nobody waits for."""
+        """Whether all works are complete. For gloo, that is not known of a send or receive that nobody waits for."""
         return all(work.is_completed() for work in self._works)
 
 
 def is_native(process_group: ProcessGroup | None, device: torch.device) -> bool:
     """Return whether the backend of ``process_group`` for tensors on ``device`` has a reduce-scatter of its own."""
-    return _backends(dist.get_backend_config(process_group)).get(device.type) not in ("gloo", None)
+    return backend_for(process_group, device.type) not in ("gloo", None)
 
 
 def backend_for(process_group: ProcessGroup | None, device_type: str) -> str | None:
@@ -102,12 +102,12 @@ def _backends(config: str) -> dict[str, str]:
 
 
 class Summing(NamedTuple):
-    """How ranks are summed over.
+    """How a reduction sums over ranks.
 
     Attributes:
-        counter: of the engine for which it is.
-        ordered: in fp32 and in a fixed order on NCCL too.
-        tag: off NCCL, only calls with the same tag meet.
+        counter: of the engine that sends.
+        ordered: sum in fp32 and in a fixed order on NCCL, too.
+        tag: off NCCL, messages match only those with the same tag.
         empty: allocates the memory to receive into, off NCCL.
         label: of the reduction, for errors.
     """
@@ -125,12 +125,12 @@ def reduce_scatter(rows: Tensor, process_group: ProcessGroup, how: Summing, out:
     In a fixed order, and off NCCL, each rank receives its row from every rank and adds them up.
 
     Args:
-        rows: one row per rank, each contiguous. Must stay as it is until the wait, which may write to it.
-        out: where the result may go.
+        rows: one row per rank, each contiguous. They must not change until the wait, which may write to them.
+        out: memory for the result, used if it fits.
 
     Returns:
-        A tensor of a row's size, ``out`` where its size, dtype and device allow it: on NCCL in the dtype of ``rows``,
-        else in fp32 and in the order of the ranks.
+        The sum of a row, in ``out`` if its size, dtype and device fit: on NCCL in the dtype of ``rows``, else in fp32,
+        added in the order of the ranks.
     """
     from deepspeed import comm
 
@@ -167,10 +167,10 @@ def all_reduce(
 def all_gather(
     rows: Tensor, process_group: ProcessGroup, counter: SentCounter, tag: int = 0, label: object = ""
 ) -> InFlight:  # fmt: skip
-    """Give every rank of ``process_group`` all ``rows``, of which rank r has the r-th; return this rank's.
+    """Gather ``rows``, of which rank r has the r-th, on every rank of ``process_group``; the result is the own row.
 
-    Off NCCL, only calls with the same tag meet, and others wait in vain: gloo ends a process in which two of its own
-    all-gathers meet that are of different sizes.
+    Off NCCL, calls match only those with the same tag; others wait in vain. gloo's own all-gather would end a process
+    whose call matched one of another size.
     """
     from deepspeed import comm
 
@@ -186,7 +186,7 @@ def all_gather(
 
 
 def note_launch(process_group: ProcessGroup | None, device: torch.device, label: object) -> None:
-    """A collective was launched: on NCCL torch's flight recorder has its number, for which errors have ``label``."""
+    """Record ``label`` for errors about the collective launched last, by its number in NCCL's flight recorder."""
     if backend_for(process_group, device.type) == "nccl":
         group: Any = dist.group.WORLD if process_group is None else process_group
         backend = group._get_backend(device)
@@ -196,10 +196,10 @@ def note_launch(process_group: ProcessGroup | None, device: torch.device, label:
 
 @contextmanager
 def grouped(process_group: ProcessGroup, device: torch.device, label: object) -> Iterator[list[Work]]:
-    """Launch the collectives issued inside as one group on NCCL, which may then run them side by side.
+    """Launch the collectives that are issued inside as one group on NCCL, which may run them concurrently.
 
-    The caller appends their works to the list that this yields, and waits for what is in it afterwards: on NCCL the one
-    work of the group, in their place, unless nothing was launched.
+    Yields a list to which the caller appends their works. At the end it has what to wait for: on NCCL the one work of
+    the group instead, if anything was launched.
     """
     works: list[Work] = []
     if backend_for(process_group, device.type) != "nccl":
@@ -226,7 +226,7 @@ def gather_objects(value: Any, process_group: ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_object(value: Any, rank: int, process_group: ProcessGroup | None) -> Any:
-    """Return the ``value`` of the rank that ``process_group`` counts as ``rank``. Pickled: for rare messages."""
+    """Return the ``value`` of ``rank``, a rank of ``process_group``. Pickled: for small and rare messages."""
     values = [value if dist.get_rank(process_group) == rank else None]
     source = rank if process_group is None else dist.get_global_rank(process_group, rank)
     dist.broadcast_object_list(values, src=source, group=process_group)
@@ -234,31 +234,31 @@ def broadcast_object(value: Any, rank: int, process_group: ProcessGroup | None) 
 
 
 def digest(text: str) -> list[int]:
-    """Return four words of 64 bits that stand for ``text``."""
+    """Return a digest of ``text``: four words of 64 bits."""
     return list(struct.unpack("<4q", hashlib.sha256(text.encode()).digest()))
 
 
 def is_alike(words: Sequence[int], process_group: ProcessGroup | None) -> bool:
-    """Return whether all ranks of ``process_group`` have the same ``words`` of 64 bits. The same on every rank."""
+    """Return whether all ranks of ``process_group`` have the same ``words`` of 64 bits. Collective."""
     extremes = largest([*words, *(~word for word in words)], process_group)
     return all(most == ~of_complements for most, of_complements in zip(extremes, extremes[len(words) :], strict=False))
 
 
 def largest(words: Sequence[int], process_group: ProcessGroup | None) -> list[int]:
-    """Return the largest of each of ``words`` of 64 bits, as many on every rank of ``process_group``."""
+    """Return the elementwise maximum of ``words`` of 64 bits over the ranks of ``process_group``. Collective."""
     found = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=process_group)
     return found.tolist()
 
 
 def new_name(process_group: ProcessGroup) -> str:
-    """Return a name that no other has, the same on all ranks of ``process_group``, whatever each did before."""
+    """Return a random name, the same on all ranks of ``process_group``. Collective."""
     (number,) = largest([secrets.randbits(62)], process_group)
     return f"{number:x}"
 
 
 def gather_words(words: Sequence[int], process_group: ProcessGroup | None) -> list[list[int]]:
-    """Return the ``words`` of 64 bits, as many on every rank, of all ranks of ``process_group``."""
+    """Return the ``words`` of 64 bits of each rank of ``process_group``, as many on all. Collective."""
     own = torch.tensor(words, dtype=torch.int64, device=_device_of(process_group))
     received = [torch.empty_like(own) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(received, own, group=process_group)
@@ -266,22 +266,22 @@ def gather_words(words: Sequence[int], process_group: ProcessGroup | None) -> li
 
 
 def _device_of(process_group: ProcessGroup | None) -> torch.device:
-    """Return where tensors for ``process_group`` may be: on the CPU if it has a backend for it."""
+    """Return a device whose tensors ``process_group`` can send: the CPU if possible."""
     group: Any = process_group or dist.group.WORLD
     return torch.device("cpu") if torch.device("cpu") in group._device_types else group._device_types[0]
 
 
 def timeout_of(process_group: ProcessGroup | None) -> timedelta:
-    """Return the timeout of ``process_group``; torch's default where its backend knows none."""
+    """Return the timeout of ``process_group``; torch's default if its backend has none."""
     group: Any = dist.group.WORLD if process_group is None else process_group
     options = group._get_backend(group._device_types[0]).options
     return _get_default_timeout(dist.Backend(dist.get_backend(process_group))) if options is None else options._timeout
 
 
 def share_timeout(process_groups: Iterable[ProcessGroup]) -> None:
-    """Give groups that have torch's default timeout, as those that DeepSpeed makes, the default group's.
+    """Set the timeout of the default group, which users choose, on groups that have torch's default timeout.
 
-    That is the one that users set. Torch's default is 30 minutes, or 10 on NCCL.
+    DeepSpeed makes such groups. Torch's default is 30 minutes, or 10 on NCCL.
     """
     c10d = dist.distributed_c10d
     set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
@@ -329,12 +329,12 @@ def sum_messages(
     sent: Mapping[int, Tensor], own: Tensor, ranks: Sequence[int], process_group: ProcessGroup, how: Summing,
     out: Tensor | None,
 ) -> InFlight:  # fmt: skip
-    """Give each of ``ranks`` what is ``sent`` to it; the result is the sum of what this rank is given, in their order.
+    """Send a row to each of ``ranks``; the result is the sum of the rows for this rank, in the order of ``ranks``.
 
     Args:
-        sent: by the number of a rank among ``ranks``: flat, or rows that are each contiguous.
-        own: what this rank adds itself, perhaps of a wider dtype; empty where it is given nothing.
-        out: where the sum may go.
+        sent: rows by the index of their rank in ``ranks``: flat, or tensors whose rows are contiguous.
+        own: this rank's own addend, perhaps of a wider dtype; empty if it receives nothing.
+        out: memory for the sum, used if it is in fp32.
     """
     number, dtype = ranks.index(dist.get_rank(process_group)), own.dtype
     if number in sent:
@@ -353,7 +353,7 @@ def sum_messages(
 def send_and_receive(
     messages: Iterable[Message], process_group: ProcessGroup, tag: int, messenger: Any = None
 ) -> list[Work]:
-    """Begin to exchange messages, without those of no elements. DeepSpeed's messenger, the default, logs them."""
+    """Issue sends and receives, except of empty tensors. DeepSpeed's messenger, the default, logs them."""
     works: list[Work] = []
     messenger = messenger or zero.messenger()
     for peer, sent, received in messages:

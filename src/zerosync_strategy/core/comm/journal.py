@@ -1,8 +1,8 @@
-"""The journal of communication: names for profiles, what was sent for reports, launches and waits for errors.
+"""A record of communication: names for profiles, bytes sent for reports, launches and waits for errors.
 
-:class:`SentCounter` counts what one attached engine sends, where its collectives are issued. The rest is of the
-process: which exchange or collective it waits for, and which it has launched. The main thread records that; the thread
-that answers other ranks reads it.
+:class:`SentCounter` counts what one attached engine sends, when it issues collectives. The rest is about the process:
+which exchange or collective it waits for, and which it has launched. The main thread records it; the thread that
+answers other ranks reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def phase(name: str, detail: str = "") -> AbstractContextManager[object]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind: the calls, the bytes that one rank sends for them, and those of them to other nodes.
+    """Collectives of one kind: the calls, the bytes that one rank sends, and how many of these go to other nodes.
 
     Bytes are those of a bandwidth-optimal algorithm for the group's size, as a mean over the ranks; for ``isend`` and
     ``reduce``, those of this rank.
@@ -56,10 +56,9 @@ _WHOLE = ("isend", "reduce")  # their payload is sent as it is: of other kinds, 
 
 
 class SentCounter:
-    """Counts what one engine sends, by kind, with DeepSpeed's names of the collectives.
+    """Counts what one engine sends, by DeepSpeed's names of the collectives.
 
-    The payload of a kind is the larger of what a rank gives and receives. What ranks say to each other in words and
-    objects is not counted.
+    A payload is the larger of a rank's input and output. Small agreements of words and objects are not counted.
 
     Args:
         between: of a topology (:meth:`~nodes.Topology.between`); ``None``: all ranks are on one node.
@@ -84,7 +83,7 @@ class SentCounter:
                     self._calls["isend", nbytes, process_group, peer] += 1
 
     def apart(self, section: str) -> AbstractContextManager[None]:
-        """Around what is not part of a step: its traffic counts for the outermost ``section``."""
+        """Context: what is sent inside is not part of a step, and counts for the outermost ``section``."""
         is_outermost = self._calls is self._of_step
         return replaced(self, "_calls", self._apart[section] if is_outermost else self._calls)
 
@@ -100,7 +99,7 @@ class SentCounter:
         return traffic
 
     def take_apart(self) -> Mapping[str, int]:
-        """Return the bytes that were sent since the last call, but not for a step, by section."""
+        """Return the bytes sent since the last call that were not part of a step, by section."""
         sections = {section: calls for section, calls in self._apart.items() if calls}
         nbytes = {name: sum(each.bytes for each in self._traffic(calls).values()) for name, calls in sections.items()}
         for calls in sections.values():
@@ -135,23 +134,23 @@ _COLLECTIVES = frozenset(
 
 
 class OfReduction(str):
-    """The label of a wait for gradients, by which reducing ranks are recognised."""
+    """The label of a wait for a reduction of gradients; verdicts recognise reducing ranks by its type."""
 
     __slots__ = ()
 
 
 class Exchange(NamedTuple):
-    """Messages between ranks of a process group, off NCCL: its ``place``-th exchange of this tag."""
+    """Messages between ranks of a process group, off NCCL: its ``number``-th exchange of this tag."""
 
     process_group: ProcessGroup
     name: str
     tag: int
-    place: int
+    number: int
     messages: Sequence[Message]
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The ranks of the process group that have to issue it, too."""
+        """The ranks of the process group with which it exchanges elements."""
         return tuple(peer for peer, sent, received in self.messages if any(map(len, (*sent, *received))))
 
 
@@ -173,14 +172,14 @@ def labels_of_launched() -> dict[tuple[str, int], object]:
 
 
 def issue(process_group: ProcessGroup, tag: int, messages: Sequence[Message]) -> Exchange:
-    """Record that this rank has issued an exchange of these messages, for verdicts on who waits in vain."""
+    """Record that this rank has issued an exchange of these messages; return the record, for verdicts."""
     group: Any = dist.group.WORLD if process_group is None else process_group
     name = group.group_name
     # Messages of one tag meet in their order, so the ranks of an exchange count the same.
-    place = _issued[name, tag] = _issued.pop((name, tag), 0) + 1
+    number = _issued[name, tag] = _issued.pop((name, tag), 0) + 1
     if len(_issued) > _TAGS:
         del _issued[next(iter(_issued))]
-    return Exchange(group, name, tag, place, messages)
+    return Exchange(group, name, tag, number, messages)
 
 
 def number_issued(name: str, tag: int) -> int:
@@ -194,7 +193,7 @@ def awaited() -> Exchange | None:
 
 
 class Waiting:
-    """Around the wait for a collective, or an ``exchange`` of messages. A class: a generator would cost more."""
+    """Context of a wait for a collective, or an ``exchange`` of messages. A class costs less than a generator."""
 
     __slots__ = ("_before", "_exchange", "_label")
 

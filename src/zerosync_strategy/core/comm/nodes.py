@@ -1,15 +1,15 @@
 """Nodes: which ranks of a process group are connected by fast links, and the sizes of messages over these.
 
 An exchange in *two levels* sends each byte between nodes once, for any number of ranks per node. Rank ``m * size + g``
-has place g on node m. A reduction first sums within each node: the rank with place g receives the node's sums of the
-rows of all ranks with place g, its *node shard*. Then the ranks with place g on all nodes reduce-scatter their node
-shards, one row each. A gather runs in the opposite order. Rows are grouped by place, not in one piece per rank of a
-node, so that each rank ends with its own row.
+has local rank g on node m. A reduction first sums within each node: local rank g receives the node's sums of the rows
+of all ranks with local rank g, its *node shard*. Then the ranks with local rank g on all nodes reduce-scatter their
+node shards, one row each. A gather runs in the opposite order. Rows are grouped by local rank, not in one piece per
+rank of a node, so that each rank ends with its own row.
 
-Off NCCL, messages go point to point. The second level of a reduction is started when it is waited for, which is at the
-same place on all ranks; that of a gather by a :class:`Relay`, when the first has arrived. Other ranks must not have to
-wait until this rank waits itself, because it may be waiting for the same ranks in another exchange. So a thread starts
-second levels, in the order in which the exchanges were issued, which is the same on all ranks.
+Off NCCL, messages go point to point. A reduction starts its second level when it is waited for, at the same point of
+the program on all ranks. A gather cannot: this rank may wait for the same ranks in another exchange first. So a thread
+(:class:`Relay`) starts the second levels of gathers as their first levels arrive, in the order of issue, which is the
+same on all ranks.
 
 Rows of different lengths, for parameters that have owners, use the same exchange (``owners.py``).
 """
@@ -56,13 +56,19 @@ from zerosync_strategy.core.options import AUTO
 
 
 @dataclass(frozen=True)
-class Messages:
-    """The messages of one process group.
+class MessageSizes:
+    """Sizes of the messages of one process group.
+
+    On NCCL, a collective has DeepSpeed's bucket size, but at least 128 MiB and 2 MiB per rank. It takes that much to
+    fill a link, and the Trainer's ``"auto"``, the square of a model's width, is far less. Between gathers, it has at
+    most 256 MiB, for which they wait a few ms. Off NCCL, ranks send point to point. Between hosts, messages are small,
+    because the first leaves early and the last ends soon after it is complete. Within a host, they are large, because
+    each wakes a thread on both sides.
 
     Attributes:
-        nbytes: most bytes of a bucket, and of a part of a larger parameter.
-        in_flight: reductions at a time.
-        least: least bytes of a bucket, if there is as much and budgets of memory allow it.
+        nbytes: most bytes of a bucket; a larger parameter is divided.
+        in_flight: the most reductions at a time.
+        least: least bytes of a bucket, as far as gradients and budgets of memory allow.
     """
 
     nbytes: int
@@ -70,28 +76,28 @@ class Messages:
     least: int = 0
 
 
-NATIVE = Messages(sys.maxsize, 2)
+NATIVE = MessageSizes(sys.maxsize, 2)
 LEAST, LEAST_OF_RANK = 128 * 2**20, 2 * 2**20
 AMONG_GATHERS = 256 * 2**20
 """The most bytes of a reduction by NCCL between gathers of the same process group."""
-WITHIN_HOST = Messages(16 * 2**20, 2)
-BETWEEN_HOSTS = Messages(4 * 2**20, 4)
+WITHIN_HOST = MessageSizes(16 * 2**20, 2)
+BETWEEN_HOSTS = MessageSizes(4 * 2**20, 4)
 
 
-def messages_of(process_group: ProcessGroup, device: torch.device) -> Messages:
-    """Return the messages of ``process_group`` for tensors on ``device``, the same on all ranks. Collective."""
+def message_sizes(process_group: ProcessGroup, device: torch.device) -> MessageSizes:
+    """Return the sizes for tensors on ``device`` over ``process_group``, the same on all ranks. Collective."""
     if is_native(process_group, device):
         return replace(NATIVE, least=max(LEAST, LEAST_OF_RANK * dist.get_world_size(process_group)))
     return WITHIN_HOST if on_one_host(process_group) else BETWEEN_HOSTS
 
 
 def on_one_host(process_group: ProcessGroup) -> bool:
-    """Return whether all ranks of ``process_group`` share a loopback interface. Collective: reduces 64 bytes."""
+    """Return whether all ranks of ``process_group`` share a loopback interface. Collective, of 64 bytes."""
     return is_alike(loopback(), process_group)
 
 
 def loopback() -> list[int]:
-    """Return words for the kernel and network namespace, equal for processes that share a loopback interface."""
+    """Return a digest of kernel and network namespace, equal for processes that share a loopback interface."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
     except OSError:
@@ -110,12 +116,12 @@ class Sent(NamedTuple):
 
 
 class Topology:
-    """Maps ranks to nodes, alike on all ranks of a process group.
+    """The node of each rank, the same on all ranks of a process group.
 
     Args:
-        node_size: ranks per node, with consecutive numbers. ``"auto"``: ``LOCAL_WORLD_SIZE``, or if a launcher does not
-            set it, ranks that share a loopback interface are on one node; collective then.
-        process_group: of all ranks of interest.
+        node_size: the number of ranks on a node, which are consecutive. ``"auto"``: ``LOCAL_WORLD_SIZE``, or if the
+            launcher does not set it, ranks that share a loopback interface are on one node; collective then.
+        process_group: of all ranks that are asked for.
 
     Raises:
         ValueError: ``node_size`` does not divide the number of ranks.
@@ -148,32 +154,28 @@ class Topology:
             self._node_of = lambda rank: rank // local if said == {local} else 0
 
     def of(self, process_group: ProcessGroup) -> Nodes | None:
-        """Return the nodes of ``process_group``, always the same object; ``None`` if an exchange has one level.
+        """Return the nodes of ``process_group``, always the same object; ``None`` if its exchanges have one level.
 
-        That is with one node, with one rank per node, with different numbers of ranks per node, or if the ranks of a
-        node are not contiguous.
+        They have with one node, one rank per node, different numbers of ranks per node, or if the ranks of a node are
+        not contiguous in the group.
         """
         if process_group not in self._found:
             self._found[process_group] = self._find(process_group)
         return self._found[process_group]
 
     def sent(self, nbytes: int, process_group: ProcessGroup, distinct: bool = False) -> Sent:
-        """Return what this rank sends for one reduce-scatter or all-gather of ``nbytes``.
-
-        Args:
-            distinct: for one all-to-all instead, of ``nbytes`` of this rank.
-        """
+        """Return what this rank sends for a reduce-scatter or all-gather of ``nbytes``; ``distinct``: an all-to-all."""
         ranks = dist.get_world_size(process_group)
         nbytes = nbytes * (ranks - 1) // ranks
         return Sent(nbytes, self.between(nbytes, process_group, distinct=distinct))
 
     def between(self, nbytes: int, process_group: ProcessGroup, to: int | None = None, distinct: bool = False) -> int:
-        """Return how many of the bytes that this rank sends go to other nodes, if each goes to a node once.
+        """Return how many of ``nbytes`` that this rank sends go to other nodes, if each byte goes to a node once.
 
         Args:
-            nbytes: bytes that it sends over ``process_group``; for a collective, as a mean over the ranks.
-            to: the only destination, a rank of the default process group; ``None``: all ranks.
-            distinct: each rank receives different bytes, so that ranks of one node share none.
+            nbytes: sent over ``process_group``; for a collective, as a mean over the ranks.
+            to: the only receiver, a rank of the default process group; ``None``: all ranks.
+            distinct: each rank receives other bytes, so ranks of one node share none.
         """
         if to is not None:
             return 0 if self._node_of(to) == self._node_of(dist.get_rank()) else nbytes
@@ -199,41 +201,41 @@ class Topology:
 
 
 class Nodes:
-    """The ``count`` nodes of one process group, with ``size`` ranks each. This rank has ``place`` on ``node``."""
+    """The ``count`` nodes of one process group, with ``size`` ranks each. This rank is ``local_rank`` on ``node``."""
 
     def __init__(self, process_group: ProcessGroup, size: int, count: int) -> None:
         self.process_group, self.size, self.count = process_group, size, count
-        self.node, self.place = divmod(dist.get_rank(process_group), size)
+        self.node, self.local_rank = divmod(dist.get_rank(process_group), size)
         self._relay = Relay()
-        self._within: Any = None  # the process groups of this node, and of this rank's place
+        self._within: Any = None  # the process groups of this node, and of this local rank
         self._between: Any = None
 
     def connect(self, device: torch.device) -> None:
-        """Make the process groups of both levels, if the backend needs them for tensors on ``device``. Collective.
+        """Make the process groups of both levels, which NCCL needs, for tensors on ``device``. Collective.
 
-        It is called in the same order on all ranks, before a backward would have to wait for it.
+        All ranks call it in the same order, before the first backward.
         """
         if self._within is None and is_native(self.process_group, device):
-            self._within = self._new_group([self.rank(self.node, place) for place in range(self.size)], device)
-            self._between = self._new_group([self.rank(node, self.place) for node in range(self.count)], device)
+            self._within = self._new_group([self.rank(self.node, each) for each in range(self.size)], device)
+            self._between = self._new_group([self.rank(node, self.local_rank) for node in range(self.count)], device)
 
     def _new_group(self, ranks: Sequence[int], device: torch.device) -> ProcessGroup:
         everyone = dist.get_process_group_ranks(self.process_group)
         return new_group([everyone[rank] for rank in ranks], self.process_group, device)
 
-    def rows_of_place(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return those of ``rows``, one per rank of the process group, that are for ranks with this rank's place."""
-        return rows[self.place :: self.size]
+    def rows_of_local_rank(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return those of ``rows``, one per rank of the process group, that are for this local rank."""
+        return rows[self.local_rank :: self.size]
 
     def empty_rows(self, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor with ``width`` columns for each rank: by node and place."""
+        """Return an uninitialised tensor with ``width`` columns for each rank: by node and local rank."""
         if is_native(self.process_group, device):  # it receives the rows of one rank contiguously
             return torch.empty(self.size, self.count, width, dtype=dtype, device=device).transpose(0, 1)
         return torch.empty(self.count, self.size, width, dtype=dtype, device=device)
 
     def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the part of :meth:`empty_rows` that this rank sends to its node."""
-        return rows[:, self.place]
+        return rows[:, self.local_rank]
 
     def gather_within(self, rows: torch.Tensor, counter: SentCounter, tag: int, label: object) -> InFlight:
         """All-gather ``rows``, made by :meth:`empty_rows`, over the ranks of this node; its result is ``rows``."""
@@ -243,9 +245,9 @@ class Nodes:
             return gather
         own = self.own_rows(rows).unbind(0)
         messages = [
-            (self.rank(self.node, place), own, rows[:, place].unbind(0))
-            for place in range(self.size)
-            if place != self.place
+            (self.rank(self.node, peer), own, rows[:, peer].unbind(0))
+            for peer in range(self.size)
+            if peer != self.local_rank
         ]
         return exchange(messages, self.process_group, counter, tag, "", lambda: rows)
 
@@ -253,17 +255,17 @@ class Nodes:
         """Sum over the ranks of this node. ``rows`` has one row per rank of the process group.
 
         Returns:
-            The node shard, one row per node: the sum of the rows for the rank with this rank's place on that node.
+            The node shard, one row per node: the sum of the rows for this local rank on that node.
         """
         width = rows.shape[1]
-        by_place = rows.view(self.count, self.size, width).transpose(0, 1)
+        by_local_rank = rows.view(self.count, self.size, width).transpose(0, 1)
         if is_native(self.process_group, rows.device):
-            reduction = reduce_scatter(by_place.reshape(self.size, -1), self._within, how)
+            reduction = reduce_scatter(by_local_rank.reshape(self.size, -1), self._within, how)
             reduction.then(lambda sums: sums.view(self.count, width))
             return reduction
         _, ranks = self.ranks_within(rows.device)
-        own = by_place[self.place]
-        return sum_messages(dict(enumerate(by_place)), own, ranks, self.process_group, how, None)
+        own = by_local_rank[self.local_rank]
+        return sum_messages(dict(enumerate(by_local_rank)), own, ranks, self.process_group, how, None)
 
     def reduce_between(
         self, sums: torch.Tensor, dtype: torch.dtype, how: Summing, out: torch.Tensor | None
@@ -281,18 +283,18 @@ class Nodes:
         return sum_messages(dict(enumerate(sent)), own, ranks, self.process_group, how, out)
 
     def all_gather(self, rows: torch.Tensor, counter: SentCounter, tag: int, label: str) -> InFlight:
-        """As :func:`collectives.all_gather` off NCCL, in two levels."""
-        by_place = rows.view(self.count, self.size, -1)
-        own = by_place[self.node, self.place]
+        """All-gather in two levels off NCCL, as :func:`collectives.all_gather` does in one."""
+        by_local_rank = rows.view(self.count, self.size, -1)
+        own = by_local_rank[self.node, self.local_rank]
         between: list[Message] = [
-            (self.rank(node, self.place), (own,), (by_place[node, self.place],))
+            (self.rank(node, self.local_rank), (own,), (by_local_rank[node, self.local_rank],))
             for node in range(self.count)
             if node != self.node
         ]
         within: list[Message] = [
-            (self.rank(self.node, place), by_place[:, self.place].unbind(0), by_place[:, place].unbind(0))
-            for place in range(self.size)
-            if place != self.place
+            (self.rank(self.node, peer), by_local_rank[:, self.local_rank].unbind(0), by_local_rank[:, peer].unbind(0))
+            for peer in range(self.size)
+            if peer != self.local_rank
         ]
         return self.relay(between, within, counter, tag, label, own, rows)
 
@@ -300,9 +302,9 @@ class Nodes:
         self, between: Sequence[Message], within: Sequence[Message], counter: SentCounter, tag: int, label: str,
         result: torch.Tensor, alive: object,
     ) -> InFlight:  # fmt: skip
-        """Exchange ``between`` nodes, and after that ``within`` this node; the result is ``result``. Off NCCL.
+        """Exchange messages ``between`` nodes, then ``within`` this node; the result is ``result``. Off NCCL.
 
-        Every rank calls this, even without messages.
+        Every rank has to call it, also one without messages.
         """
         counter.add_messages([*between, *within], self.process_group)
         first = send_and_receive(between, self.process_group, tag)
@@ -313,20 +315,20 @@ class Nodes:
         return InFlight(works, lambda: result, alive, timeout, label, exchange)
 
     def ranks_within(self, device: torch.device) -> tuple[ProcessGroup, list[int]]:
-        """Return a process group for tensors on ``device``, and the ranks in it of this node, by place."""
+        """Return a process group for tensors on ``device``, and the ranks in it of this node, by local rank."""
         if self._within is not None and is_native(self.process_group, device):
             return self._within, list(range(self.size))
-        return self.process_group, [self.rank(self.node, place) for place in range(self.size)]
+        return self.process_group, [self.rank(self.node, each) for each in range(self.size)]
 
     def ranks_between(self, device: torch.device) -> tuple[ProcessGroup, list[int]]:
-        """As :meth:`ranks_within`, for the ranks with this rank's place, by node."""
+        """As :meth:`ranks_within`, for the ranks with this local rank, by node."""
         if self._between is not None and is_native(self.process_group, device):
             return self._between, list(range(self.count))
-        return self.process_group, [self.rank(node, self.place) for node in range(self.count)]
+        return self.process_group, [self.rank(node, self.local_rank) for node in range(self.count)]
 
-    def rank(self, node: int, place: int) -> int:
-        """Return the rank, in the process group, with ``place`` on ``node``."""
-        return node * self.size + place
+    def rank(self, node: int, local_rank: int) -> int:
+        """Return the rank, in the process group, with ``local_rank`` on ``node``."""
+        return node * self.size + local_rank
 
 
 _Launch = Callable[[], Sequence[Work]]
@@ -353,7 +355,7 @@ _Exchange = tuple[Sequence[Work], timedelta, _Launch, Future[Sequence[Work]]]
 
 
 class Relay:
-    """Launches second levels, one after the other. Its thread ends with it, or with the process."""
+    """Launches second levels, one after the other, in a thread that ends with this object or the process."""
 
     def __init__(self) -> None:
         self._pending: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()

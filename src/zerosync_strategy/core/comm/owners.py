@@ -1,10 +1,10 @@
-"""Whole parameters have owners: who owns what, the reduction to owners, and the way back from them.
+"""Whole parameters have owners, the ranks that step them: their choice, reductions to them, broadcasts from them.
 
 An optimizer that computes with whole matrices needs each on one rank, its owner. The gradient of a parameter is reduced
 to its owner alone, and the owner broadcasts the stepped parameter: summed over the ranks, as many bytes as to shard the
 parameter evenly. NCCL gets all reduces of a bucket in one launch, and all broadcasts. Off NCCL, where ranks exchange
 messages, one exchange reduces to all owners at a time, so that no link waits for another one; with several nodes, one
-exchange within each node, to the rank with the owner's place, and one between nodes (``nodes.py``).
+exchange within each node, to the rank with the owner's local rank, and one between nodes (``nodes.py``).
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from zerosync_strategy.core.comm.nodes import Nodes
 def assign_owners(costs: Sequence[float], numels: Sequence[int], world_size: int) -> list[int]:
     """Return the rank that owns each parameter; the same on every rank that asks.
 
-    Those that cost something come first, the most expensive before the others, each to the rank with the least cost
-    until then; then the rest, each to the rank with the fewest elements. A rank with more than an even share of all
-    elements gets nothing that costs. So none has more than an even share and one largest parameter, and equal
-    parameters are dealt out evenly.
+    First the parameters with a cost, by decreasing cost, each to the rank with the least cost so far; then the others,
+    each to the rank with the fewest elements. A rank with more than an even share of all elements gets no further
+    parameter with a cost. So a rank has at most an even share and one largest parameter.
 
     Args:
         costs: of the step of each parameter, in any unit; 0: of its elements alone.
@@ -91,14 +90,14 @@ def reduce_to_owners(
     """Sum over ``ranks`` of ``process_group``; each receives the sum of its row, where it has one.
 
     Args:
-        rows: flat, by the rank that owns each, its number among ``ranks``; the same on every rank. Must stay as they
-            are until the wait, which may write to them.
-        own: this rank's; empty where it has none. Off NCCL it may be of a wider dtype than what is sent.
+        rows: flat, by the index of the owner in ``ranks``; the same on every rank. They must not change until the wait,
+            which may write to them.
+        own: the row of this rank; empty if it has none. Off NCCL it may have a wider dtype than what is sent.
         out: where the result may go.
         ranks: of ``process_group``, in their order; ``None``: all. On NCCL, those are all.
 
     Returns:
-        A tensor of the size of ``own``, as there.
+        The sum, of the size of ``own``; its dtype is that of :func:`~collectives.reduce_scatter`.
     """
     from deepspeed import comm
 
@@ -132,9 +131,9 @@ def give_from_owners(
     parts: Sequence[tuple[int, Tensor]], process_group: ProcessGroup, counter: SentCounter, tag: int, label: str,
     nodes: Nodes | None = None,
 ) -> InFlight:  # fmt: skip
-    """Give every rank of ``process_group`` all ``parts``, flat, each of which its owner has; in place.
+    """Broadcast ``parts``, pairs of an owner and a flat tensor, in place, over ``process_group``.
 
-    With ``nodes``, off NCCL, an owner gives its parts to the ranks of its place on other nodes, and these to theirs.
+    With ``nodes``, off NCCL, an owner sends its parts to its local rank on other nodes, which sends them on.
     """
     from deepspeed import comm
 
@@ -161,18 +160,18 @@ def _relay_from_owners(
     parts: Sequence[tuple[int, Tensor]], nodes: Nodes, counter: SentCounter, tag: int, label: str
 ) -> InFlight:
     of: dict[int, list[Tensor]] = {}
-    of_place: dict[int, list[Tensor]] = {}
+    of_local_rank: dict[int, list[Tensor]] = {}
     for owner, part in parts:
         of.setdefault(owner, []).append(part)
-        of_place.setdefault(owner % nodes.size, []).append(part)
-    node, place = nodes.node, nodes.place
-    own = of.get(nodes.rank(node, place), [])
-    others = (nodes.rank(other, place) for other in range(nodes.count) if other != node)
+        of_local_rank.setdefault(owner % nodes.size, []).append(part)
+    node, local_rank = nodes.node, nodes.local_rank
+    own = of.get(nodes.rank(node, local_rank), [])
+    others = (nodes.rank(other, local_rank) for other in range(nodes.count) if other != node)
     between: list[Message] = [(peer, own, of.get(peer, [])) for peer in others]
     within: list[Message] = [
-        (nodes.rank(node, other), of_place.get(place, []), of_place.get(other, []))
+        (nodes.rank(node, other), of_local_rank.get(local_rank, []), of_local_rank.get(other, []))
         for other in range(nodes.size)
-        if other != place
+        if other != local_rank
     ]
     return nodes.relay(between, within, counter, tag, label, parts[0][1], parts)
 

@@ -1,8 +1,8 @@
-"""The one place where a stream waits for another, or memory is kept for a stream that did not allocate it.
+"""All waits between streams, and all memory that is kept for a stream that did not allocate it.
 
 Reductions run on their own stream, concurrently with the backward: they pack local gradients, wait for the collective
-and add the result to the gradient shards. Each rule (``docs/streams.md``) is a method, except B2: what autograd
-accumulates after a bucket was sent is in other memory, so producers overwrite nothing that a reduction uses.
+and add the result to the gradient shards. Each rule (``docs/streams.md``) is a method, except B2: once a bucket is
+sent, autograd accumulates in new memory, so it overwrites nothing that a reduction reads.
 
 On a device without streams, such as the CPU, none of the methods waits.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_Memory = Iterable[tuple[torch.Tensor, torch.Stream | None]]  # each with the stream that has allocated it
+_Allocated = Iterable[tuple[torch.Tensor, torch.Stream | None]]  # each with the stream that has allocated it
 
 
 class Streams:
@@ -66,16 +66,16 @@ class Streams:
         return None if self._reduction is None else self._current()
 
     def caller_waits_for(self, streams: Iterable[torch.Stream | None]) -> None:
-        """Make the caller's stream wait for all work issued so far to ``streams``, of callers or gathers (S3, U2)."""
+        """Make the caller's stream wait for the work issued so far to ``streams``, of callers or gathers (S3, U2)."""
         caller: Any = self.caller
         for stream in streams:
             if stream is not None and stream != caller:
                 caller.wait_stream(stream)
 
     def refuse_capture(self, what: str) -> None:
-        """Raise ``RuntimeError`` if ``what``, which begins, is captured into a CUDA graph.
+        """Raise ``RuntimeError`` if ``what``, about to begin, would be captured into a CUDA graph.
 
-        The graph would replay neither events nor later work, and read parameters of ZeRO-3 where they were.
+        The graph would replay neither events nor later work, and read parameters of ZeRO-3 at old addresses.
         """
         if self.has_graphs and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -98,13 +98,13 @@ class Streams:
         ready[stream] = event
 
     def reductions_wait_for_caller(self) -> None:
-        """Order the reductions of a backward that reduces as it goes after earlier backwards and the last step (S2)."""
+        """Before a backward that reduces, make reductions wait for the backwards and the step before it (S2)."""
         if self._reduction is not None:
             self._reduction.wait_stream(self._current())
 
     @contextmanager
     def on_reduction_stream(self, events: Iterable[torch.Event] | None = None) -> Iterator[None]:
-        """Issue to the reduction stream, after ``events``, or by default after all work of the caller's stream (B1)."""
+        """Context: issue to the reduction stream, after ``events``; by default after the caller's work so far (B1)."""
         if self._reduction is None:
             yield
             return
@@ -122,11 +122,11 @@ class Streams:
             gradient.record_stream(self._reduction)
 
     def read_by_reduction(self) -> torch.Event:
-        """Return an event after all reads of the reduction stream, which is current, so far (L1)."""
+        """Return an event after what the reduction stream, the current one, has read so far (L1)."""
         return self._reduction.record_event()
 
     def producers_wait(self, event: torch.Event, producers: Iterable[torch.Stream]) -> None:
-        """Make the streams that have produced gradients wait until these are read, before memory is reused (L1)."""
+        """Make the ``producers`` of gradients wait for ``event``, after the reads, before they reuse memory (L1)."""
         for stream in producers:
             stream.wait_event(event)
 
@@ -136,7 +136,7 @@ class Streams:
             self._current().wait_stream(self._reduction)
 
     def host_waits_for_reductions(self) -> None:
-        """Make the host wait for all reductions, whose results are copied to host memory (B3)."""
+        """Make the host wait for all reductions, if their results are in host memory (B3)."""
         if self._reduction is not None:
             self._host_waits_for(self._reduction)
 
@@ -185,9 +185,9 @@ class Streams:
         self._current().wait_event(event)
 
     def share_unshard(
-        self, event: torch.Event, users: list[torch.Stream | None], memory: Callable[[], _Memory]
+        self, event: torch.Event, users: list[torch.Stream | None], memory: Callable[[], _Allocated]
     ) -> None:
-        """Make the caller's stream wait for one gather, unless it is one of its ``users`` already (U2)."""
+        """Make the caller's stream wait for one gather, unless it is among the ``users`` that have waited (U2)."""
         current = self._current()
         if current in users:
             return
@@ -195,8 +195,8 @@ class Streams:
         users.append(current)
         self.keep_for_caller(memory())
 
-    def keep_for_caller(self, memory: _Memory) -> None:
-        """Keep memory until the caller's stream, which is not the one that has allocated it, has used it (L2)."""
+    def keep_for_caller(self, memory: _Allocated) -> None:
+        """Keep memory that another stream has allocated until the caller's stream has used it (L2)."""
         current = self._current()
         for tensor, owner in memory:
             if owner != current:
@@ -227,7 +227,7 @@ class Streams:
         gather_stream.wait_stream(self._current())
 
     def caller_waits_for_writes(self, gather_streams: Sequence[torch.Stream]) -> None:
-        """Make the caller's stream, which reads shards itself, wait for their writes, but not for gathers (S1)."""
+        """Before the caller's stream reads shards itself, make it wait for their writes, not for gathers (S1)."""
         self.gathers_wait_for_writes(gather_streams)
         if self._written is not None:
             self._current().wait_event(self._written)
@@ -252,7 +252,7 @@ class Streams:
         return pinned
 
     def give_host_memory_back(self) -> None:
-        """Return unused pinned memory to the system; otherwise torch caches it."""
+        """Return the unused pinned memory that torch caches to the system."""
         if self.concurrent and self._accelerator.device_name() == "cuda":
             torch._C._host_emptyCache()
 
@@ -260,7 +260,7 @@ class Streams:
 class HostCopy:
     """A copy of a small tensor on the host, in pinned memory that is reused.
 
-    It has at most ``numel`` elements. Reading it waits only for the copy (W4), and only if it has not ended.
+    It has at most ``numel`` elements. Reading it waits for nothing but the copy (W4).
     """
 
     def __init__(self, streams: Streams, numel: int, dtype: torch.dtype = torch.int64) -> None:
@@ -279,7 +279,7 @@ class HostCopy:
             self._event.record(self._streams.caller)
 
     def arrived(self) -> torch.Tensor:
-        """Return the elements that were copied last, in memory that the next copy overwrites."""
+        """Return the elements copied last, in memory that the next copy overwrites. The host waits for the copy."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._filled

@@ -1,7 +1,7 @@
 """Comparisons between ranks, each with one error on all of them.
 
-*Facts.* Models and options must be alike (W4), and all ranks save or load, or none (K2): an all-reduce of 64 bytes if
-all is well.
+*Facts.* Models and options must be the same (W4), and all ranks save or load, or none (K2): an all-reduce of 64 bytes
+if they agree.
 
 *Aborted windows* (W3). Off NCCL, tags distinguish messages. NCCL matches collectives by their order alone: ranks that
 abort a backward after different numbers of collectives would sum gradients of different windows, or take gradients for
@@ -49,7 +49,7 @@ from zerosync_strategy.core.failures.words import ranks_text
 
 _SHOWN = 5
 _KINDS = 4
-"""Number of kinds (ranks with equal facts) of which one rank sends its facts."""
+"""The most kinds that send facts. A kind: the ranks with equal facts, of which the first one sends them."""
 _MISSING = "missing"
 _FAILED = "!"
 
@@ -59,8 +59,8 @@ Found = TypeVar("Found")
 def require_same(where: str, facts: Mapping[str, str], process_group: ProcessGroup | None = None) -> None:
     """Compare ``facts`` over the ranks of ``process_group``. Collective.
 
-    If they differ, the first rank sends its facts, and one rank of each further kind sends its differences. Every rank
-    raises a ``ValueError`` that begins with ``where`` and names the differing facts, their values and the ranks.
+    If they differ, the first rank sends its facts, and one rank of each other kind its differences. Every rank raises a
+    ``ValueError`` that begins with ``where`` and names the differing facts, their values and the ranks.
     """
     own = digest(repr(sorted(facts.items())))
     if is_alike(own, process_group):
@@ -90,15 +90,14 @@ def _fact(param: torch.nn.Parameter) -> str:
 
 
 def together(what: str, part: Callable[[], tuple[str, Found]], remedy: Callable[[], str]) -> Found:
-    """Call ``part`` on every rank; return its result, if its facts are the same on all ranks (K2). Collective.
+    """Call ``part`` on every rank; return its result if it succeeded everywhere with the same facts (K2). Collective.
 
-    Every rank raises a ``CheckpointError`` if one has failed or the facts differ. Communication errors are raised
-    unchanged.
+    Otherwise every rank raises a ``CheckpointError``. Communication errors are raised unchanged.
 
     Args:
         what: what all ranks do, for the error.
-        part: returns this rank's facts as text, and its result.
-        remedy: returns the end of the error text, on every rank. May be collective.
+        part: returns facts, as text, and this rank's result.
+        remedy: returns the end of the error text. Called on every rank; may be collective.
     """
     result: list[Found] = []
     failed: Exception | None = None
@@ -123,7 +122,7 @@ def together(what: str, part: Callable[[], tuple[str, Found]], remedy: Callable[
 
 
 def _kinds(own: list[int], process_group: ProcessGroup | None) -> list[list[int]]:
-    """Return the first kinds, each the list of the ranks with the same words. Collective."""
+    """Return the first kinds, each as a list of its ranks; ``own``: the digest of this rank's facts. Collective."""
     kinds: dict[tuple[int, ...], list[int]] = {}
     for rank, words in enumerate(gather_words(own, process_group)):
         kinds.setdefault(tuple(words), []).append(rank)
@@ -175,7 +174,7 @@ _Gathers = list[tuple[int, ...]]  # ids of parameters, by gather
 
 
 class GatherActivity(NamedTuple):
-    """What a rank does that gathers the parameters with these ids. Holds no engine: it is kept for a while."""
+    """The activity of a rank that gathers the parameters with these ids. It outlives the gather, so has no engine."""
 
     names: Mapping[int, str]
     ids: tuple[int, ...]
@@ -197,9 +196,9 @@ class GatherActivity(NamedTuple):
 
 
 class GatherDigest:
-    """The log and digest of this rank's gathers over one process group of several ranks since the last step.
+    """The log and digest of this rank's gathers since the last step, over one process group of several ranks.
 
-    ``tagged``: gathers of different parameters do not match. ``device``: on which the group communicates.
+    ``tagged``: gathers have tags, so those of different parameters do not match. ``device``: that the group uses.
     """
 
     def __init__(self, process_group: ProcessGroup, tagged: bool, device: torch.device, streams: Streams) -> None:
@@ -215,10 +214,9 @@ class GatherDigest:
         self._unread: tuple[int, _Gathers] | None = None  # the digest and the log that were compared
 
     def add(self, ids: tuple[int, ...], digested: bytes) -> int:
-        """Add a gather of the parameters with these ids, also given as bytes; return a tag of 31 bits.
+        """Add a gather of parameters by their ids, also as bytes; return a tag of 31 bits, the highest set.
 
-        Its highest bit is set. Ranks of the group get the same tag if all their gathers since the last step are the
-        same.
+        Ranks of the group get the same tag if all their gathers since the last step are the same.
         """
         self._gathers += (ids,)
         self._digest = zlib.crc32(digested, self._digest)
@@ -259,15 +257,15 @@ class GatherDigest:
         (digest, gathers), self._unread = self._unread, None
         if self._answer.arrived().tolist() == [digest, -digest]:
             return
-        by_turn = enumerate(zip_longest(*gather_objects(gathers, self.process_group)), start=1)
-        turn, by_rank = next((turn, by_rank) for turn, by_rank in by_turn if len(set(by_rank)) > 1)
+        numbered = enumerate(zip_longest(*gather_objects(gathers, self.process_group)), start=1)
+        number, by_rank = next((number, by_rank) for number, by_rank in numbered if len(set(by_rank)) > 1)
         found = "\n".join(
             f"  rank {dist.get_global_rank(self.process_group, rank)}: "
             + (_listed(names, ids, len(ids)) if ids else "had gathered all that it wanted")
             for rank, ids in enumerate(by_rank)
         )
         raise RankError(
-            f"Ranks gathered different parameters between two optimizer steps; in gather {turn}:\n{found}\nUnder"
+            f"Ranks gathered different parameters between two optimizer steps; in gather {number}:\n{found}\nUnder"
             " ZeRO-3 all ranks must run the same modules in the same order, unless all parameters are held"
             " (param_memory_budget='all'). What they have computed since is wrong: go back to the last checkpoint."
         )
@@ -278,9 +276,9 @@ def _listed(names: Mapping[int, str], ids: Sequence[int], shown: int = 3) -> str
 
 
 class BegunCollectives:
-    """Counts the reductions and gathers that this rank begins in a window, for a comparison if the window is aborted.
+    """Counts, by process group, the reductions and gathers that this rank begins in a window.
 
-    Collective over each of the groups.
+    If the window is aborted, the ranks of each group compare the counts. Collective over each of the groups.
     """
 
     def __init__(self, process_groups: Iterable[ProcessGroup]) -> None:
@@ -291,7 +289,7 @@ class BegunCollectives:
         self._compared = 0
 
     def expect(self) -> None:
-        """Expect collectives in this window: ranks may have begun different numbers when it is aborted."""
+        """Note that collectives may begin in this window, so that an abort has to compare their numbers."""
         self._expected = True
 
     def add(self, process_group: ProcessGroup) -> None:
@@ -312,9 +310,9 @@ class BegunCollectives:
         self.close()
 
     def compare_aborted(self) -> None:
-        """Compare the counts of an aborted window, before the first collective of the next one. Collective.
+        """Compare the counts of an aborted window before the first collective of the next one. Collective.
 
-        Raises a ``RankError`` if the counts differ, or if not all ranks have aborted within the timeout of a group.
+        Raises a ``RankError`` if the counts differ, or if some rank has not aborted within the timeout of a group.
         """
         if self._aborted is None:
             return

@@ -1,4 +1,4 @@
-"""Errors for missing ranks and bad checkpoints, and how errors of the communication are recognised."""
+"""The errors for missing ranks and bad checkpoints, sentences that they share, and tests for communication errors."""
 
 from __future__ import annotations
 

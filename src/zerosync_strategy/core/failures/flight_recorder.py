@@ -1,4 +1,4 @@
-"""The collectives that this process has issued, by torch's flight recorder, and the one that it waits for (W4).
+"""The collectives that this process has issued, as torch's flight recorder has them, and what it waits for (W4).
 
 Torch records the last 2,000 collectives of NCCL and, in newer releases, of gloo (``TORCH_FR_BUFFER_SIZE``; 0 switches
 it off), each with its process group, number, sizes and Python stack. NCCL has a recorder of its own. A process group
@@ -65,10 +65,10 @@ class Recorded:
 
 
 def program_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """Return the innermost line of the program, as ``"train.py:24 main"``; empty if there is none.
+    """Return the program's innermost line among ``frames``, as ``"train.py:24 main"``; empty if there is none.
 
-    If another package is called in between, as a logger of parameters, its line is first: ``"logger.py:156 log <
-    train.py:24 main"``. ``frames`` are path, line and function, innermost first.
+    If the program calls through another package, such as a logger, its line comes first: ``"logger.py:156 log <
+    train.py:24 main"``. ``frames``: path, line and function, innermost first.
     """
     package = ""
     for path, line, function in frames:
@@ -104,9 +104,9 @@ def entries() -> list[Entry]:
 
 
 def recorded(of_process: Sequence[Entry] | None = None) -> tuple[Recorded, ...]:
-    """Return the last collective by process group, last used first, each followed by the group's first incomplete one.
+    """Return each process group's last collective, followed by its first incomplete one; last used groups first.
 
-    ``of_process``: what :func:`entries` returns, if that was called already.
+    ``of_process``: the result of :func:`entries`, if there is one already.
     """
     labels = journal.labels_of_launched()
     last: dict[tuple[str, bool], Entry] = {}
@@ -126,7 +126,7 @@ def recorded(of_process: Sequence[Entry] | None = None) -> tuple[Recorded, ...]:
 
 
 def find(of_process: Sequence[Entry], group: str, backend: str, number: int) -> tuple[int, Recorded | None]:
-    """Return the last number in a process group and backend, 0 if none is recorded, and the collective of a number."""
+    """Return the last recorded number of a process group and backend, or 0, and the collective with ``number``."""
     of_name = [
         entry for entry in of_process if entry["process_group"][0] == group and _is_gloos(entry) == (backend == "gloo")
     ]
@@ -167,17 +167,17 @@ def _named(entry: Entry, labels: Mapping[tuple[str, int], object]) -> Recorded:
 
 
 Key = tuple[Any, ...]
-"""Names a collective on all ranks: ``("messages", group, tag, place)`` for an exchange of messages, and ``(backend,
+"""Names a collective on all ranks: ``("messages", group, tag, number)`` for an exchange of messages, and ``(backend,
 group, number, name, label)`` for one in torch's flight recorder."""
 _MESSAGES = "messages"
 
 
 class Issued(IntEnum):
-    """What a rank has done about a collective that another rank waits for."""
+    """Whether a rank has issued a collective that another rank waits for."""
 
     NOT_YET = 0
-    SAME = 1  # or it cannot know
-    OTHER = 2  # another one in its place: NCCL matches collectives by their order alone
+    SAME = 1  # it has, or cannot know
+    OTHER = 2  # it has issued another one under that number: NCCL matches collectives by their order alone
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class Wait:
     """What a rank waits for.
 
     Attributes:
-        members: the ranks that have to issue it, too; empty if unknown.
-        blocks: the main thread is blocked, so the rank issues nothing before the wait ends. On NCCL, an incomplete
-            collective may be of a rank that computes, or reads data.
+        members: the ranks that take part in it; empty if unknown.
+        blocks: the main thread is blocked, so the rank issues nothing until the wait ends. On NCCL it may be computing
+            or reading data while a collective is incomplete.
     """
 
     key: Key
@@ -199,7 +199,7 @@ def wait_of(frame: FrameType | None, recorded: Sequence[Recorded]) -> Wait | Non
     """Return what this process waits for, from the innermost frame of its main thread and torch's flight recorder."""
     if (exchange := journal.awaited()) is not None:
         ranks = dist.get_process_group_ranks(exchange.process_group)
-        key = _MESSAGES, exchange.name, exchange.tag, exchange.place
+        key = _MESSAGES, exchange.name, exchange.tag, exchange.number
         return Wait(key, tuple(ranks[peer] for peer in exchange.peers), blocks=True)
     if frame is not None and journal.torch_collective(frame):
         group: Any = frame.f_locals.get("group") or dist.group.WORLD

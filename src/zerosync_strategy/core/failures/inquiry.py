@@ -1,6 +1,6 @@
 """Asking all ranks what they are doing, over the process group's store, in as many store operations as ranks.
 
-Inquiries are numbered, and at most one is open. The first rank to ask in inquiry n is its collector. Ranks that ask
+Inquiries are numbered, and at most one is open. The first rank that asks in inquiry n is its collector. Ranks that ask
 while it is open wait for the collector's summary. The keys:
 
 ``closed``             the number of the open inquiry, or of the next one.
@@ -12,8 +12,8 @@ while it is open wait for the collector's summary. The keys:
 ``waits/n``            the collectives that ranks wait for, and a digest of which rank waits for which.
 ``summary/n``          the report on all ranks. Written once ``closed`` is n + 1, so its readers open another inquiry.
 
-Whether all ranks wait for each other takes two inquiries: the first finds what each waits for. In the second, each
-answers whether it has issued that. If no rank has moved in between, what they answer is true at one time.
+Two inquiries find that all ranks wait for each other. The first collects what each waits for; in the second, each
+answers which of these it has issued. If no rank has moved in between, all answers hold at the same time.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _AWAITED = 256
 
 
 class Inquiries:
-    """Asks all ranks, and runs a thread that answers other ranks with the ``state`` of this one.
+    """Asks all ranks, and runs a thread that answers other ranks with the state of this one.
 
-    ``state`` is given the awaited collectives. After an answer, the thread calls ``heard`` with a function that waits
-    for the summary and returns it.
+    ``state`` returns it, given the collectives that ranks wait for. After an answer, the thread calls ``heard`` with a
+    function that waits for the summary and returns it.
 
     Raises a ``RuntimeError`` if the ``store`` of the process group cannot be shared.
     """

@@ -1,9 +1,9 @@
-"""What a program does by mistake with gradients between two backwards, or before the step, is an error (N1).
+"""Errors for programs that change or read gradients between two backwards, or before the step (N1).
 
-Local gradients are this rank's own: a change of one would be averaged. One that the window has reduced is not on its
-parameter, where torch would show ``None``, and a program that clips or logs gradients would do nothing. So between the
-backward and the step the parameter has a class whose ``grad`` is a stand-in: whatever a program does with that is an
-error. Autograd does not see it, and accumulates as ever.
+Local gradients are this rank's own, so a change of one would be averaged. A reduced gradient is no longer on its
+parameter, where torch would show ``None``, and a program that clips or logs gradients would silently do nothing. So
+until the step the parameter has a class whose ``grad`` is a stand-in, which raises when it is used. Autograd does not
+see the stand-in, and accumulates as usual.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _DELETE_GRAD: Any = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 _KEPT = {"requires_grad_", "detach_", "size", "dim", "numel", "is_floating_point"}
 """Methods that a program may call on a stand-in: they use no values."""
 OWN = "zerosync_shows_reduced_gradients"
-"""Attribute of a parameter's class that shows stand-ins itself, as that of a sharded parameter at rest."""
+"""An attribute of classes that show stand-ins themselves, as that of a sharded parameter at rest."""
 
 
 class ReducedGradient(torch.Tensor):
-    """In place of a gradient that is in the shards."""
+    """Stands in for a gradient that is in the shards."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,7 @@ _stand_ins: dict[int, torch.Tensor] = {}  # by the id of the parameter, until th
 
 
 def stand_in(param: nn.Parameter) -> torch.Tensor:
-    """Return what stands for the gradient of ``param``, in its full shape: the same one each time."""
+    """Return the stand-in for the gradient of ``param``, in its full shape: the same object each time."""
     if id(param) not in _stand_ins:
         with zero3.as_it_is():
             shown: torch.Tensor = param.data.new_zeros(()).expand(zero3.full_shape(param))
@@ -93,7 +93,7 @@ class LocalChanges:
     be wrong.
 
     Attributes:
-        gone: a backward has reduced gradients; to use one that is not on its parameter is an error.
+        gone: a backward has reduced gradients; parameters without one show stand-ins.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
@@ -104,9 +104,9 @@ class LocalChanges:
         self.gone = False
 
     def note(self, reduced: bool) -> None:
-        """Record the current gradients and their versions as correct; ``reduced``: the others are in the shards.
+        """Record the current gradients and their versions as unchanged.
 
-        Until the next check, it is then an error to use one of these.
+        ``reduced``: those that are not on their parameters are in the shards; until the next check, using one raises.
         """
         self.show_all()
         with zero3.as_it_is():
@@ -126,7 +126,7 @@ class LocalChanges:
             record_of(param).changes = self
 
     def show_all(self) -> None:
-        """Show gradients as they are: where none is used by mistake, or autograd and torch.compile look."""
+        """Remove all stand-ins, because ZeroSync, autograd or torch.compile is about to look at gradients."""
         if not self.gone:
             return
         self.gone = False

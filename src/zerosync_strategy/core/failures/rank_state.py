@@ -67,7 +67,7 @@ class Doing(str, Enum):
 
 
 def doing_of(what: object) -> Doing:
-    """Return the :class:`Doing` of an activity: itself, its attribute ``doing``, or else ``ELSE``."""
+    """Return the :class:`Doing` of the activity ``what``: itself, or its attribute ``doing``, or ``ELSE``."""
     found = what if isinstance(what, Doing) else getattr(what, "doing", None)
     return found if isinstance(found, Doing) else Doing.ELSE
 
@@ -98,7 +98,7 @@ class Advice(Enum):
 
 
 class Departure(NamedTuple):
-    """How a rank's window departs from its last one, and the cause that this implies."""
+    """How a rank's window differs from its last one, and the cause that this implies."""
 
     cause: Cause
     text: str
@@ -125,13 +125,13 @@ class RankState:
         seconds: since the activity began, or -1.
         call: the function of ``torch.distributed`` that its main thread runs.
         position: its progress, in words.
-        waits_for: what it waits for, or has waited for in vain; empty if it does not wait for other ranks.
+        waits_for: the collective for which it waits, or has waited in vain; empty if it waits for no other rank.
         reduces: ``waits_for`` is a reduction of gradients.
         steps: optimizer steps done, or -1 if unknown.
         backward: the backward of the window that it is in, or that its forward leads to; 0 before the first.
         module: the module whose code runs, or for which it gathers.
         line: of the program.
-        departure: how this window departs from the last one; ``departs_by``: the cause that this implies.
+        departure: how this window differs from the last one; ``departs_by``: the cause that this implies.
         recorded: by process group, the last collective in torch's flight recorder, and the first incomplete one.
         wait: what it waits for now, for comparison with other ranks.
         issued: of each collective that the asking rank has named, whether it has issued it (``pending.Issued``).

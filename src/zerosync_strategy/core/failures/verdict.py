@@ -1,8 +1,8 @@
 """One verdict on the cause of a hang, from the states of all ranks (W4). ``words.py`` puts it into a sentence.
 
 The verdict names the first of these that exists: a rank that has raised an exception of its own; a rank whose process
-has ended; a rank that does not communicate while others wait for it. If all ranks wait, but for different things: a
-rank that departs from its own last window, or else the minority. Of two ranks without a departure, both are named.
+has ended; a rank that does not communicate while others wait for it. If all ranks wait, but for different things, it
+names a rank whose window differs from its last one, or else the minority; of two ranks, both.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def judge(states: Sequence[RankState]) -> Verdict | None:
 
 
 def is_certain(states: Sequence[RankState], asked: Sequence[Key]) -> bool:
-    """Return whether no rank that computes, reads data, saves or compiles can still prove the verdict wrong.
+    """Return whether the verdict holds, even if some rank only computes, reads data, saves or compiles.
 
-    So it is if a rank has raised an exception, has reported a verdict, or its process is known to have ended, and if
-    all wait for each other: none that is blocked issues what another waits for.
+    It does if a rank has raised an exception, has reported a verdict, or its process is known to have ended; and if all
+    ranks wait for each other: what each waits for, a blocked rank has not issued.
 
     Args:
         asked: the collectives for which all ranks were waiting in the last inquiry, and still do.
@@ -127,7 +127,7 @@ def _all_wait(states: Sequence[RankState]) -> Verdict:
 
 
 def _reduce_apart(states: Sequence[RankState]) -> bool:
-    """Return whether ranks reduce in different backwards of one window, or some do while others are in the step."""
+    """Return whether ranks reduce in different backwards of one window, or only some already in the step."""
     if len({state.steps for state in states}) > 1:
         return False
     reducing = {state.backward for state in states if state.reduces}

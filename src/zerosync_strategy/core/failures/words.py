@@ -44,7 +44,7 @@ class Report(NamedTuple):
         verdict: a sentence; empty if there is no verdict.
         lines: on the ranks.
         advises: the verdict contains its own advice.
-        certain: no rank that is busy can prove the verdict wrong.
+        certain: the verdict holds, whatever busy ranks do next.
     """
 
     verdict: str

@@ -208,7 +208,7 @@ class OwnedPlacement(Placement):
             if nodes is not None:
                 node, place = divmod(owner, nodes.size)
                 lengthen(self._places, place, begin)
-                if place == nodes.place:
+                if place == nodes.local_rank:
                     lengthen(self._own_place, node, begin)
 
     def pack(
@@ -239,7 +239,7 @@ class OwnedPlacement(Placement):
         return reduce_to_owners(rows, own, self._layout.process_group, how, out)
 
     def reduce_within(self, nodes: Nodes, rows: Mapping[int, torch.Tensor], how: Summing) -> InFlight:
-        own = _row_of(nodes.place, rows)
+        own = _row_of(nodes.local_rank, rows)
         group, ranks = nodes.ranks_within(own.device)
         reduction = reduce_to_owners(rows, own, group, how, None, ranks)
         if self._layout.is_native:  # where it may lie in the memory of the whole bucket
@@ -249,7 +249,7 @@ class OwnedPlacement(Placement):
     def reduce_between(
         self, nodes: Nodes, part: ShardPart, sums: torch.Tensor, how: Summing, out: torch.Tensor | None
     ) -> InFlight:
-        first = max(part.begin, self._places.get(nodes.place, (0, 0))[0])
+        first = max(part.begin, self._places.get(nodes.local_rank, (0, 0))[0])
         rows = _rows_in(sums, first, self._own_place)
         own = rows.get(nodes.node, sums[:0])
         sent = {node: row.to(self._layout.dtype) for node, row in rows.items()}

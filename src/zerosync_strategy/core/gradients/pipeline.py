@@ -16,7 +16,7 @@ import torch
 
 from zerosync_strategy.core.comm.collectives import InFlight, Summing
 from zerosync_strategy.core.comm.journal import phase
-from zerosync_strategy.core.comm.nodes import Messages, Nodes, Sent
+from zerosync_strategy.core.comm.nodes import MessageSizes, Nodes, Sent
 from zerosync_strategy.core.failures.agreement import BegunCollectives
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
 from zerosync_strategy.core.gradients.layout import ShardLayout, ShardPart
@@ -60,7 +60,7 @@ class ReductionPipeline:
         abandoned: reductions of dropped windows. Nothing waits for them, but their memory must outlive them.
     """
 
-    def __init__(self, shards: GradientShards, ordered: bool, messages: Messages) -> None:
+    def __init__(self, shards: GradientShards, ordered: bool, messages: MessageSizes) -> None:
         self._shards, self._ordered, self._messages = shards, ordered, messages
         self._local, self._streams = shards.local, shards.streams
         self.begun = BegunCollectives(layout.process_group for layout in shards.layouts)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zerosync_strategy.core.comm.journal import phase
-from zerosync_strategy.core.comm.nodes import Messages, Sent
+from zerosync_strategy.core.comm.nodes import MessageSizes, Sent
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.hooks import GradientHooks
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level, LocalGradient, bucket_limit, choose_levels
@@ -49,7 +49,7 @@ class Reducer:
     """
 
     def __init__(
-        self, shards: GradientShards, config: ZeroSyncConfig, names: Mapping[nn.Parameter, str], messages: Messages,
+        self, shards: GradientShards, config: ZeroSyncConfig, names: Mapping[nn.Parameter, str], messages: MessageSizes,
         first_uses: Callable[[], Mapping[int, int] | None],
     ) -> None:  # fmt: skip
         self.shards, self.optimizer, self.layouts = shards, shards.optimizer, shards.layouts

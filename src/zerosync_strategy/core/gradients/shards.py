@@ -13,7 +13,7 @@ from torch import nn
 
 from zerosync_strategy.core.comm.collectives import all_reduce
 from zerosync_strategy.core.comm.journal import SentCounter, phase
-from zerosync_strategy.core.comm.nodes import Messages, Sent, Topology
+from zerosync_strategy.core.comm.nodes import MessageSizes, Sent, Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
 from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
@@ -55,7 +55,7 @@ class GradientShards(ABC):
     def _read_layouts(self) -> Sequence[Any]:
         """Return the layouts."""
 
-    def most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
+    def most_bytes(self, config: ZeroSyncConfig, messages: MessageSizes) -> int:
         """Return the largest bucket in bytes that other messages allow."""
         return messages.nbytes
 

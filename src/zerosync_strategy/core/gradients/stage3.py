@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerosync_strategy.core.comm.nodes import AMONG_GATHERS, Messages, Nodes, Sent
+from zerosync_strategy.core.comm.nodes import AMONG_GATHERS, MessageSizes, Nodes, Sent
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
@@ -150,7 +150,7 @@ class PerParamShards(GradientShards):
         self.over_groups = any(layout.world_size < everyone for layout in layouts)
         return layouts
 
-    def most_bytes(self, config: ZeroSyncConfig, messages: Messages) -> int:
+    def most_bytes(self, config: ZeroSyncConfig, messages: MessageSizes) -> int:
         holds_all = config.parameters.device is None and not config.parameters.automatic
         return messages.nbytes if holds_all else min(messages.nbytes, AMONG_GATHERS)
 

@@ -244,14 +244,14 @@ class NodeShards(Copies[torch.Tensor]):
         for param, rows in zip(arrival.params, arrival.shards(), strict=True):
             nodes = _nodes(param)
             if nodes is not None and (values := self.to_fill(param)) is not None:
-                values.copy_(nodes.rows_of_place(rows))
+                values.copy_(nodes.rows_of_local_rank(rows))
 
     def renew(self, param: Zero3Parameter) -> None:
         nodes = _nodes(param)
         values = self._copies[param].values
         padded = values.new_zeros(nodes.size * values.numel())
         padded[: param.numel()].copy_(param.data.reshape(-1))
-        values.copy_(nodes.rows_of_place(padded.view(-1, values.shape[1])))
+        values.copy_(nodes.rows_of_local_rank(padded.view(-1, values.shape[1])))
 
 
 def _nodes(param: Zero3Parameter) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from zerosync_strategy.core.comm.nodes import Messages, Topology
+from zerosync_strategy.core.comm.nodes import MessageSizes, Topology
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import hooks, patches, zero, zero3
 from zerosync_strategy.core.engine.parameter import CONTEXT, Record
@@ -37,8 +37,8 @@ class ModuleParameters:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
-        is_constant: Callable[[Zero3Parameter], bool],
+        self, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes,
+        topology: Topology, is_constant: Callable[[Zero3Parameter], bool],
     ) -> None:  # fmt: skip
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
@@ -68,8 +68,8 @@ class ModuleParameters:
 
     @classmethod
     def of(
-        cls, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: Messages, topology: Topology,
-        is_constant: Callable[[Zero3Parameter], bool],
+        cls, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes,
+        topology: Topology, is_constant: Callable[[Zero3Parameter], bool],
     ) -> ModuleParameters:  # fmt: skip
         """Return the :class:`ModuleParameters` of the module of ``engine``, and count one more engine that uses it.
 

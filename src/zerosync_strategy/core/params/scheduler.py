@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.comm.nodes import Messages
+from zerosync_strategy.core.comm.nodes import MessageSizes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.parameter import Record
@@ -55,7 +55,7 @@ class GatherScheduler:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, streams: Streams, messages: Messages,
+        self, engine: DeepSpeedEngine, streams: Streams, messages: MessageSizes,
         groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self._messages = messages
