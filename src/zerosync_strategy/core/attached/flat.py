@@ -68,7 +68,7 @@ class FlatStage(Stage):
     def before_update(self) -> None:
         self.masters.forget_gathers()
         with self._parts.counter.apart("checkpoints"):  # these have left the states in DeepSpeed's layout
-            self.states.to_stripes()
+            self.states.lay_out(stock=False)
         self.adopt_edits()
         if zero.offloads(self._optimizer):
             self._parts.reducer.norm.value()  # the host waits for it, and so for its copies of the gradients
@@ -106,7 +106,7 @@ class FlatStage(Stage):
         self._parts.edits.adopt(self._stepped())
 
     def change_masters(self, change: Callable[[], None]) -> None:
-        self.states.to_stripes()
+        self.states.lay_out(stock=False)
         self.adopt_edits()
         change()
         self.take_masters(())
@@ -123,10 +123,10 @@ class FlatStage(Stage):
                 yield flat[own.start : own.stop], master.narrow(0, own.offset, own.stop - own.start)
 
     def in_step_layout(self) -> None:
-        self.states.to_stripes()
+        self.states.lay_out(stock=False)
 
     def in_stock_layout(self) -> None:
-        self.states.to_stock()
+        self.states.lay_out(stock=True)
 
     def sends(self, nbytes: int) -> str:
         return f"{size_text(nbytes)} of parameters once"

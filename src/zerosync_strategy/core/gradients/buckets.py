@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zerosync_strategy.core.comm.journal import OfReduction
-from zerosync_strategy.core.comm.nodes import Nodes
+from zerosync_strategy.core.comm.nodes import Nodes, Sent
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.types import ZeroOptimizer
@@ -120,12 +120,13 @@ class GradientBucket:
     Attributes:
         params, gradients: in the order of the layout.
         placement: where the gradients belong.
+        floor: the minimum that one rank sends to reduce the bucket once.
         level: where gradients are accumulated; :func:`choose_levels` can change it between two windows.
         name, names, label: the first and last parameter, for profiles and for errors; the reduction, for errors.
         needs_reduce: a backward has begun since the bucket was last reduced.
         node_shard: the node shard (``comm/nodes.py``): by part, the sums over this window, scaled as they are sent.
         is_reduced: this window has reduced the bucket, so its part of the shard already holds gradients.
-        numel, dtype: of its local gradients.
+        dtype: of its local gradients.
         pending: in a backward that reduces the bucket when it is complete, the gradients still to be completed.
         first_use: in a backward that reduces by module, when the forward first used one of the parameters.
         grad_ready, spare_events: by stream, the event after the last gradient that a streaming backward has completed
@@ -135,10 +136,11 @@ class GradientBucket:
     """
 
     def __init__(
-        self, layout: ShardLayout, params: Sequence[nn.Parameter], placement: Placement, *, chunk_bytes: int,
+        self, layout: ShardLayout, params: Sequence[nn.Parameter], placement: Placement, floor: Sent, *,
+        chunk_bytes: int,
         local: LocalGradients, streams: Streams, names: Mapping[nn.Parameter, str], below: GradientBucket | None = None,
     ) -> None:  # fmt: skip
-        self.layout, self.placement = layout, placement
+        self.layout, self.placement, self.floor = layout, placement, floor
         self.params, self.ids = list(params), list(map(id, params))
         self.gradients = [LocalGradient(param, self, local.nbytes(param)) for param in self.params]
         of_param = dict(zip(self.params, self.gradients, strict=True))
@@ -157,7 +159,6 @@ class GradientBucket:
         self.spare_events: dict[torch.Stream, torch.Event] = {}
         self.is_fresh = False
         self.read: list[torch.Tensor] = []
-        self.numel = sum(map(zero3.full_numel, params))
         self.dtype = local.dtype if local.converts else params[0].dtype
         first, last = (names.get(param, "a parameter") for param in (params[0], params[-1]))
         self.name = first if len(params) == 1 else f"{first} to {last}"

@@ -123,9 +123,10 @@ class ReductionPipeline:
                     self._reduce_within(bucket, bucket.nodes, rows, part)
         if bucket.level is not Level.NODE or self.closes:
             bucket.is_reduced = True
-        self._keep(bucket)
+        if bucket.read:
+            self._keep(bucket)
         bucket.free_gradients()
-        sent = self._shards.sent(bucket)
+        sent = bucket.floor
         if bucket.level is Level.NODE and not self.closes:
             sent = Sent(sent.nbytes - sent.between)
         self.sent_floor = self.sent_floor.plus(sent)
@@ -138,8 +139,7 @@ class ReductionPipeline:
             self.wait(self._messages.in_flight - 1)
             self._reduce_between(bucket, nodes, part, *self._into_shard(bucket, part), sums)
         bucket.is_reduced = True
-        sent = self._shards.sent(bucket)
-        self.sent_floor = self.sent_floor.plus(Sent(sent.between, sent.between))
+        self.sent_floor = self.sent_floor.plus(Sent(bucket.floor.between, bucket.floor.between))
 
     def wait(self, allowed: int = 0) -> None:
         """Wait until at most ``allowed`` reductions are in flight; write the results of the others into the shards."""

@@ -8,6 +8,7 @@ to the number of parameters, and independent of the number of ranks (H1).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -89,10 +90,7 @@ class Reducer:
 
     def gradients_floor(self) -> Sent:
         """Return what one rank must send to reduce all gradients once."""
-        floor = Sent()
-        for bucket in self.buckets:
-            floor = floor.plus(self.shards.sent(bucket))
-        return floor
+        return functools.reduce(Sent.plus, (bucket.floor for bucket in self.buckets), Sent())
 
     # ---- backward --------------------------------------------------------------------------------------------------
 

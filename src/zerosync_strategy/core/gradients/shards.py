@@ -15,7 +15,7 @@ from zerosync_strategy.core.comm.collectives import all_reduce
 from zerosync_strategy.core.comm.journal import SentCounter, phase
 from zerosync_strategy.core.comm.nodes import MessageSizes, Sent, Topology
 from zerosync_strategy.core.comm.streams import HostCopy, Streams
-from zerosync_strategy.core.engine import zero
+from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.gradients.buckets import GradientBucket, LocalGradients, cut_into_buckets
 from zerosync_strategy.core.gradients.layout import ShardLayout, ShardSlice
@@ -67,14 +67,11 @@ class GradientShards(ABC):
             self.buckets_of[layout] = of_layout = list[GradientBucket]()
             for params, placement in zip(params_of, layout.divide(params_of), strict=True):
                 below = of_layout[-1] if of_layout else None
-                of_layout.append(GradientBucket(layout, params, placement, below=below, **common))
+                nbytes = sum(map(zero3.full_numel, params)) * layout.dtype.itemsize
+                floor = self.topology.sent(nbytes, layout.process_group)
+                of_layout.append(GradientBucket(layout, params, placement, floor, below=below, **common))
             buckets += of_layout[::-1]
         return buckets
-
-    def sent(self, bucket: GradientBucket) -> Sent:
-        """Return the minimum that one rank sends to reduce ``bucket`` once."""
-        layout = bucket.layout
-        return self.topology.sent(bucket.numel * layout.dtype.itemsize, layout.process_group)
 
     @abstractmethod
     def allocate(self) -> None:

@@ -85,7 +85,7 @@ class MasterWeights:
         elsewhere, concurrent = self._elsewhere(weights), self._streams.concurrent
         if any(self._streams.is_on_host(shard) for shard, _ in weights):
             self._streams.host_waits_for_caller()
-        changed = self._changed([shard for shard, _ in elsewhere])
+        changed = self._changed([shard for shard, _ in elsewhere]) if elsewhere else []
         edited = {id(master) for (_, master), is_changed in zip(elsewhere, changed, strict=True) if is_changed}
         kept = {id(master) for _, master in elsewhere} - edited
         for shard, master in weights:
@@ -186,8 +186,8 @@ class GuardedStates(defaultdict[Any, Any]):
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if the program has set states of a parameter."""
-        for key in self:
-            self._check(key)
+        for key in self.keys() & self._names.keys():
+            _refuse(self._names[key])
 
 
 def guard_states(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:

@@ -31,13 +31,25 @@ class StripedStates:
         self._is_stock = True  # in DeepSpeed's layout
         self._is_checked = False
 
-    def to_stripes(self) -> None:
-        """Move shards into stripes, before a step. Collective if they are in DeepSpeed's layout."""
-        self._move(to_stock=False)
+    def lay_out(self, stock: bool) -> None:
+        """Move shards into stripes, before a step, or into DeepSpeed's layout, before DeepSpeed reads or writes them.
 
-    def to_stock(self) -> None:
-        """Move shards into DeepSpeed's layout, before DeepSpeed reads or writes them. Collective after a step."""
-        self._move(to_stock=True)
+        Collective if they are in the other layout.
+        """
+        if self._is_stock == stock:
+            return
+        for layout in self._striped:
+            flat = zero12.flat_parameters(self._optimizer, layout.group_index)
+            master = zero12.master(self._optimizer, layout.group_index)
+            if master.dtype == flat.dtype:  # the flat buffer has the same values
+                for own in layout.stripes.slices(stock):
+                    own.of(master.data).copy_(flat[own.start : own.stop])
+            else:
+                self._exchange(master.data, layout, stock, flat.device)
+            for value in self._states_of(master).values():
+                if isinstance(value, torch.Tensor) and value.shape == master.shape:
+                    self._exchange(value, layout, stock, flat.device)
+        self._is_stock = stock
 
     def slices(self, layout: FlatLayout) -> list[ShardSlice]:
         """Return the elements of a flat buffer that are in this rank's shard in the current layout."""
@@ -83,22 +95,6 @@ class StripedStates:
                 yield layout
 
     # ---- helpers -------------------------------------------------------------------------------------------------
-
-    def _move(self, to_stock: bool) -> None:
-        if self._is_stock == to_stock:
-            return
-        for layout in self._striped:
-            flat = zero12.flat_parameters(self._optimizer, layout.group_index)
-            master = zero12.master(self._optimizer, layout.group_index)
-            if master.dtype == flat.dtype:  # the flat buffer has the same values
-                for own in layout.stripes.slices(to_stock):
-                    own.of(master.data).copy_(flat[own.start : own.stop])
-            else:
-                self._exchange(master.data, layout, to_stock, flat.device)
-            for value in self._states_of(master).values():
-                if isinstance(value, torch.Tensor) and value.shape == master.shape:
-                    self._exchange(value, layout, to_stock, flat.device)
-        self._is_stock = to_stock
 
     def _exchange(self, shard: torch.Tensor, layout: StripedLayout, to_stock: bool, device: torch.device) -> None:
         shard.copy_(layout.stripes.exchange(shard, not to_stock, layout.process_group, layout.counter, device))
