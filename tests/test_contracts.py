@@ -31,7 +31,7 @@ from zerosync_strategy.core.engine import (
     zero3,
 )
 from zerosync_strategy.core.engine.contract import LIBRARIES, Internal
-from zerosync_strategy.core.engine.supported import internals_of
+from zerosync_strategy.core.engine.zero import internals_of
 from zerosync_strategy.tools.plan import replay
 from zerosync_strategy.tools.plan.jobs import Cluster
 

@@ -40,7 +40,7 @@ GRADIENT = (
     Station("gradients/reducer.py", "Reducer.reduce", "what is still local is reduced", "the step"),
     Station("gradients/pipeline.py", "ReductionPipeline.launch", "a few buckets are in flight at a time",
             "each bucket"),
-    Station("gradients/placement.py", "RowPlacement.reduce", "which rank gets which elements", "each bucket"),
+    Station("gradients/layout.py", "RowPlacement.reduce", "which rank gets which elements", "each bucket"),
     Station("comm/collectives.py", "reduce_scatter", "the reduce-scatter is issued", "each bucket"),
     Station("gradients/pipeline.py", "ReductionPipeline._add_to_shard", "this rank's average goes into its shard",
             "each bucket"),

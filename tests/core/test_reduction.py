@@ -19,7 +19,7 @@ from tests.harness.releases import since
 from tests.harness.rounding import bounded, excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm import collectives, nodes
-from zerosync_strategy.core.gradients import layout, placement, reducer
+from zerosync_strategy.core.gradients import layout, reducer
 from zerosync_strategy.core.gradients.window import Window
 
 LAYERS, WIDTH, BACKWARDS = 6, 32, 4
@@ -443,7 +443,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
     def run() -> tuple[int, int]:
         begun: list[Any] = []
         most = 0
-        stock = placement.reduce_scatter
+        stock = layout.reduce_scatter
 
         def reduce_scatter(*args: Any) -> Any:
             nonlocal most
@@ -452,7 +452,7 @@ def test_chunks_in_flight_are_bounded(stage: int, native: bool, monkeypatch: pyt
             return flight
 
         with monkeypatch.context() as patch:
-            patch.setattr(placement, "reduce_scatter", reduce_scatter)
+            patch.setattr(layout, "reduce_scatter", reduce_scatter)
             engine = make_engine(stage, zero={"reduce_bucket_size": LAYER // 12})
             train(engine, attach(engine), 2)
         return most, len(begun)
@@ -503,7 +503,7 @@ def test_rows_that_nccl_reduces_are_aligned(nbytes: int, monkeypatch: pytest.Mon
 
     def run() -> tuple[float, list[int], int]:
         rows: list[torch.Size] = []
-        stock = placement.reduce_scatter
+        stock = layout.reduce_scatter
 
         def reduce_scatter(*args: Any) -> Any:
             rows.append(args[0].shape)
@@ -514,7 +514,7 @@ def test_rows_that_nccl_reduces_are_aligned(nbytes: int, monkeypatch: pytest.Mon
         engine = engines.make_engine(net, torch.optim.AdamW(net.parameters(), lr=0.01), 3, zero)
         zerosync = attach(engine, grad_memory_budget=0)
         with monkeypatch.context() as patch:
-            patch.setattr(placement, "reduce_scatter", reduce_scatter)
+            patch.setattr(layout, "reduce_scatter", reduce_scatter)
             for k in range(6):
                 engine.backward(loss(engine, k, rank()) / 2)
                 if k % 2:

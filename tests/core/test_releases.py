@@ -13,7 +13,7 @@ from zerosync_strategy.core.engine import contract
 from zerosync_strategy.core.engine import deepspeed_internals as internals
 from zerosync_strategy.core.engine.contract import Internal
 from zerosync_strategy.core.engine.param_functions import gather_at_once
-from zerosync_strategy.core.engine.supported import check_release
+from zerosync_strategy.core.engine.zero import check_release
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 BY_STAGE = {

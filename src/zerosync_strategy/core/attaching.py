@@ -25,8 +25,8 @@ from zerosync_strategy.core.attached.overrides import (
     ZeroSwitchOverrides,
 )
 from zerosync_strategy.core.engine import patches, zero, zero3, zero12
-from zerosync_strategy.core.engine.supported import require_supported
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
+from zerosync_strategy.core.engine.zero import require_supported
 from zerosync_strategy.core.environment import say_problems
 from zerosync_strategy.core.failures.agreement import model_facts, require_same
 from zerosync_strategy.core.failures.rank_status import rank_status

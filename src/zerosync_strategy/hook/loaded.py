@@ -54,7 +54,7 @@ def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        from zerosync_strategy.core.engine import supported, zero
+        from zerosync_strategy.core.engine import zero
 
         if zero.is_building_engine():
             return stock(*args, **kwargs)
@@ -71,9 +71,7 @@ def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
                 " train without ZeroSync. Give strategy=ZeroSyncStrategy(config=...), or under Fabric"
                 " ZeroSyncFabricStrategy(config=...)."
             )
-        if supported.trains(
-            engine
-        ):  # not an engine for evaluation alone, of which a trainer gives the same configuration
+        if zero.trains(engine):  # not an engine for evaluation alone, of which a trainer gives the same configuration
             _attach(engine)
         return result
 
@@ -92,13 +90,13 @@ def _prepare() -> None:
 
 def _left_alone(engine: Any, caller: str) -> bool:
     """Return whether ZeroSync leaves an engine without a block alone, and note the reason for ``zerosync run``."""
-    from zerosync_strategy.core.engine import supported
+    from zerosync_strategy.core.engine import zero
 
     if caller in _LIGHTNING:
         note("Lightning's own DeepSpeedStrategy trained without ZeroSync; give strategy=ZeroSyncStrategy() instead")
-    elif not supported.trains(engine):
+    elif not zero.trains(engine):
         note("an engine without an optimizer was made, which trains nothing")
-    elif problem := supported.without_zero(engine):
+    elif problem := zero.without_zero(engine):
         note(f"an engine {problem} was left as it is")
     else:
         return False

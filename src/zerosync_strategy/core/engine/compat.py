@@ -28,9 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerosync_strategy.core.engine import contract, deepspeed_internals, param_functions, patches
-from zerosync_strategy.core.engine.supported import require_supported_optimizer
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
-from zerosync_strategy.core.engine.zero import is_building_engine
+from zerosync_strategy.core.engine.zero import is_building_engine, require_supported_optimizer
 
 # In a tensor's __dict__:
 _SHARES = "_zerosync_shares_memory_with"  # a reference to a tensor with the same memory

@@ -231,7 +231,7 @@ def shard_pairs(
     return found
 
 
-def shard_of(param: Zero3Parameter, full: torch.Tensor) -> torch.Tensor:
+def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of ``full``, flat and zero-padded. ``ValueError``: the size differs."""
     require_numel(full, full_shape(param))
     size = shard_numel(param)

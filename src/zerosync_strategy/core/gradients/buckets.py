@@ -23,8 +23,7 @@ from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import zero, zero3
 from zerosync_strategy.core.engine.types import ZeroOptimizer
 from zerosync_strategy.core.engine.zero import in_chunks
-from zerosync_strategy.core.gradients.layout import ShardLayout
-from zerosync_strategy.core.gradients.placement import Placement, ReduceScatterInput, Scaling, ShardPart
+from zerosync_strategy.core.gradients.layout import Placement, ReduceScatterInput, Scaling, ShardLayout, ShardPart
 from zerosync_strategy.core.options import Budget
 
 _LARGE_BYTES = 2**18  # the C library keeps smaller blocks when they are freed

@@ -23,8 +23,16 @@ from zerosync_strategy.core.comm.collectives import InFlight, Summing
 from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.owners import give_from_owners, reduce_to_owners
 from zerosync_strategy.core.engine import zero3
-from zerosync_strategy.core.gradients.layout import ReadShard, ShardLayout, ShardSlice
-from zerosync_strategy.core.gradients.placement import Placement, ReduceScatterInput, Scaling, ShardPart, with_zeros
+from zerosync_strategy.core.gradients.layout import (
+    Placement,
+    ReadShard,
+    ReduceScatterInput,
+    Scaling,
+    ShardLayout,
+    ShardPart,
+    ShardSlice,
+    with_zeros,
+)
 
 
 class OwnedLayout(ShardLayout):

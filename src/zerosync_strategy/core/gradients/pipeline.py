@@ -19,8 +19,7 @@ from zerosync_strategy.core.comm.journal import phase
 from zerosync_strategy.core.comm.nodes import MessageSizes, Nodes, Sent
 from zerosync_strategy.core.failures.agreement import BegunCollectives
 from zerosync_strategy.core.gradients.buckets import GradientBucket, Level
-from zerosync_strategy.core.gradients.layout import ShardLayout
-from zerosync_strategy.core.gradients.placement import ShardPart
+from zerosync_strategy.core.gradients.layout import ShardLayout, ShardPart
 from zerosync_strategy.core.gradients.shards import GradientShards
 
 _Use = Callable[[torch.Tensor], None]

@@ -25,9 +25,15 @@ from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.engine.types import ZeroOptimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
-from zerosync_strategy.core.gradients.layout import ALIGNMENT, ReadShard, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.layout import (
+    ALIGNMENT,
+    ReadShard,
+    RowPlacement,
+    ShardLayout,
+    ShardSlice,
+    with_zeros,
+)
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.placement import RowPlacement, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options import ZeroSyncConfig
 

@@ -21,9 +21,18 @@ from zerosync_strategy.core.comm.nodes import AMONG_GATHERS, MessageSizes, Nodes
 from zerosync_strategy.core.comm.owners import choose_owners
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.gradients.buckets import GradientBucket
-from zerosync_strategy.core.gradients.layout import ALIGNMENT, ReadShard, ShardLayout, ShardSlice
+from zerosync_strategy.core.gradients.layout import (
+    ALIGNMENT,
+    ReadShard,
+    ReduceScatterInput,
+    RowPlacement,
+    Scaling,
+    ShardLayout,
+    ShardPart,
+    ShardSlice,
+    with_zeros,
+)
 from zerosync_strategy.core.gradients.owned import OwnedLayout
-from zerosync_strategy.core.gradients.placement import ReduceScatterInput, RowPlacement, Scaling, ShardPart, with_zeros
 from zerosync_strategy.core.gradients.shards import GradientShards
 from zerosync_strategy.core.options import ZeroSyncConfig
 

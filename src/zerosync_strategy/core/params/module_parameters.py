@@ -43,9 +43,7 @@ class ModuleParameters:
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
         self._engines = self.times_written = 0
-        self._records_of: dict[
-            nn.Module, list[Record]
-        ] = {}  # by module: the whole one, and parts of it that have an engine
+        self._records_of: dict[nn.Module, list[Record]] = {}  # by the module of each engine
         groups = gather_groups(engine, topology, streams, config.unshard_streams == "own_communicator")
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
         shared = config.parameters.node_in_device
