@@ -73,10 +73,10 @@ def unwrap_compiled(engine: DeepSpeedEngine) -> None:
     if all(unwrap(module) is module for module in engine.module.modules()):
         return
     optimizer, offload = engine.optimizer, engine.optimizer.parameter_offload
-    begins, ends = (hooks[key] for hooks, key in hooks.of_engine(engine))
+    begins, ends = (of_model[key] for of_model, key in hooks.forward_hooks_of(engine))
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    hooks.remove_hooks(offload)
+    hooks.remove_module_hooks(offload)
     for parent in list(engine.module.modules()):
         for name, child in vars(parent)["_modules"].items():
             if child is not None:

@@ -32,43 +32,43 @@ from zerosync_strategy.core.engine.types import DeepSpeedEngine, ZeroOptimizer
 _DISABLED = "_torchdynamo_orig_callable"  # attribute of what torch.compiler.disable() returns
 
 
-def remove(engine: DeepSpeedEngine) -> None:
+def remove_stock(engine: DeepSpeedEngine) -> None:
     """Stop DeepSpeed's gathers for the modules of ``engine``, and make linear layers torch's own.
 
     DeepSpeed's linear layer is an autograd function for weights whose memory differs in the backward.
     """
-    remove_hooks(engine.optimizer.parameter_offload)
+    remove_module_hooks(engine.optimizer.parameter_offload)
     _use_plain_linear()
-    for hooks, key in of_engine(engine):
+    for hooks, key in forward_hooks_of(engine):
         if not hasattr(hooks[key], _DISABLED):
             hooks[key] = torch.compiler.disable(hooks[key])  # keep the engine's hooks out of graphs
 
 
-def made_again(engine: DeepSpeedEngine) -> bool:
-    """Return whether a program has made DeepSpeed register its hooks again, as TRL does to generate."""
+def has_stock(engine: DeepSpeedEngine) -> bool:
+    """Return whether the program has made DeepSpeed register its module hooks again, as TRL does to generate."""
     return bool(engine.optimizer.parameter_offload.forward_hooks)
 
 
-def make_anew(engine: DeepSpeedEngine) -> None:
-    """Undo :func:`remove`."""
+def restore_stock(engine: DeepSpeedEngine) -> None:
+    """Undo :func:`remove_stock`."""
     from deepspeed.runtime.zero import parameter_offload
 
     offload = engine.optimizer.parameter_offload
     with replaced(offload, "module", engine.module):  # with several engines over one module, it is a part
         offload.setup_zero_stage3_hooks()
     parameter_offload.FWD_MODULE_STACK.pop()  # the model, which was pushed a second time
-    for hooks, key in of_engine(engine):
+    for hooks, key in forward_hooks_of(engine):
         hooks[key] = getattr(hooks[key], _DISABLED, hooks[key])
 
 
-def of_engine(engine: DeepSpeedEngine) -> Iterator[tuple[dict[int, Any], int]]:
+def forward_hooks_of(engine: DeepSpeedEngine) -> Iterator[tuple[dict[int, Any], int]]:
     """Yield the dictionary and key of each of the engine's own hooks around a forward."""
     for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
         if handle is not None and (hooks := handle.hooks_dict_ref()) is not None and handle.id in hooks:
             yield hooks, handle.id
 
 
-def remove_hooks(offload: Any) -> None:
+def remove_module_hooks(offload: Any) -> None:
     offload._remove_module_hooks()
     offload.forward_hooks.clear()
 
@@ -196,7 +196,7 @@ def _is_compiled(root: torch.nn.Module) -> bool:
 
 
 def hooked(unpacks: Callable[[], None]) -> ExitStack | None:
-    """Call ``unpacks`` before autograd uses what it saves until the returned stack is closed.
+    """Until the returned stack is closed: autograd calls ``unpacks`` before it uses a tensor that it saves now.
 
     Return ``None``, without hooks, if the program has such hooks of its own, in whose place ours would be.
     """

@@ -244,16 +244,16 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
 
 
 def in_chunks(items: Iterable[_Item], limit: int, size_of: Callable[[_Item], int]) -> list[list[_Item]]:
-    """Return ``items`` in runs of at most ``limit`` together, or of one larger item."""
-    runs: list[list[_Item]] = []
+    """Divide ``items``, in order, into chunks whose sizes sum to at most ``limit``, or of one larger item."""
+    chunks: list[list[_Item]] = []
     room = 0
     for item in items:
-        if not runs or size_of(item) > room:
-            runs.append([])
+        if not chunks or size_of(item) > room:
+            chunks.append([])
             room = limit
-        runs[-1].append(item)
+        chunks[-1].append(item)
         room -= size_of(item)
-    return runs
+    return chunks
 
 
 # ---- support ---------------------------------------------------------------------------------------------------------

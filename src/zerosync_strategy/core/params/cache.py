@@ -186,9 +186,9 @@ class ParameterCache:
 
     @internal
     def _issue(self, chunks: Iterable[HeldChunk]) -> None:
-        """Issue the gathers of what is sharded of ``chunks``.
+        """Issue the gathers of the sharded parameters of ``chunks``.
 
-        On a device with streams, what at most :data:`RECEIVED` of them have received waits for a unit to take it.
+        Before a further one, the values of older gathers are copied out, so that :data:`RECEIVED` have buffers at most.
         """
         in_flight: deque[ParameterGather] = deque()
         for chunk in chunks:
@@ -202,7 +202,7 @@ class ParameterCache:
     # ---- around forwards, backwards and steps ----------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """Unshard what the forwards of this window have used, if something has resharded it since."""
+        """Unshard held parameters again that something has resharded since the forwards of this window."""
         held = [record for record in self.plan.records if record.bits & WINDOW]
         if not any(not zero3.is_persistent(param) for param in zero3.released([record.param for record in held])):
             return
@@ -243,7 +243,7 @@ class ParameterCache:
     # ---- other units -----------------------------------------------------------------------------------------------
 
     def reshard(self, records: list[Record]) -> None:
-        """Reshard those of ``records`` that have no other claim and are not to be held. No unit uses them any more.
+        """Reshard ``records``, which no unit uses any more, but those that have another claim or are to be held.
 
         Tensors that autograd has saved of them get their values back with the next unshard.
         """
@@ -271,7 +271,7 @@ class ParameterCache:
 
     @internal
     def _reshard(self, records: Iterable[Record]) -> None:
-        """Reshard ``records`` in spite of their claims. What autograd has saved of them keeps its values."""
+        """Reshard ``records`` in spite of their claims. Tensors that autograd has saved of them keep their values."""
         arrived(records)
         gathered = zero3.gathered(records)
         if plain := [record for record in gathered if record.plain]:

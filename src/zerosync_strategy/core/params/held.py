@@ -22,7 +22,7 @@ from zerosync_strategy.core.params.scheduler import GatherScheduler
 
 
 class HoldPlan:
-    """Which parameters of a ZeRO-3 engine are to be held (``record.hold``), and the bytes of those that are.
+    """Chooses the parameters of a ZeRO-3 engine to hold (``record.hold``), and counts the bytes of those that are held.
 
     Args:
         budget: bytes of gathered parameters to hold in addition to persistent ones; ``None``: no limit. It includes
@@ -110,7 +110,7 @@ class HoldPlan:
         return 0 if shards is None else sum(map(shards.bytes_of, shards.chosen or ()))
 
     def wanted_in_shards(self) -> int:
-        """Return the bytes of node shards, within the budget, if all parameters that save bytes by one had one."""
+        """Return the bytes of node shards, within the budget, if every parameter that is gathered again had one."""
         return sum(map(self._shard_bytes, self._saving()))
 
     def _shard_bytes(self, param: Zero3Parameter) -> int:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,17 +74,17 @@ def arrived(records: Iterable[Record]) -> None:
 
 
 NO_GRADIENTS = "forwards without gradients"
-"""The section of what modules gather where no backward follows, as in an evaluation."""
+"""The section of counts for gathers of modules where no backward follows, as in an evaluation."""
 CONTEXTS = "GatheredParameters"
-"""The section of what a program gathers itself, as to generate."""
+"""The section of counts for gathers of the program itself, as to generate."""
 
 
 class GatherCount:
     """Counts, in the records of parameters, how often modules and readers have them gathered for steps.
 
     Attributes:
-        counter: of what is sent for gathers now: that of the engine of this module, or of a part of it, whose forward,
-            backward or step has begun last.
+        counter: counts what gathers send now: that of the engine, of the whole module or of some parameters, whose
+            forward, backward or step has begun last.
         is_for_step: modules and readers gather for a step now.
     """
 
@@ -144,8 +145,8 @@ class Issuing:
     def gathering(self, group: GatherGroup, params: list[Zero3Parameter], noted: bool = False) -> Iterator[int]:
         """Around the issue of the gather of ``params``, all of one group; yields its tag.
 
-        Off NCCL, it matches only the same gather of other ranks. On NCCL, the ranks compare later what they have
-        gathered (W4). ``noted``: the issuing function notes the launch itself.
+        Off NCCL, the gather matches only the same gather of other ranks. On NCCL, the ranks compare later what they
+        have gathered (W4). ``noted``: the issuing function notes the launch itself.
         """
         activity = self.activity(group, params)
         tag = self.begin(group, activity.ids, repr(activity.ids).encode())
@@ -162,9 +163,9 @@ class Issuing:
     def memory_of(
         self, group: GatherGroup, records: Sequence[Record], gathered: Sequence[Record] = ()
     ) -> list[torch.Tensor]:
-        """Return the memory of the values of ``records``, of the current stream, for a gather of ``group`` to fill.
+        """Return memory of the current stream for the values of ``records``, which a gather of ``group`` fills.
 
-        Earlier work of the stream may still use it (L2).
+        The gather waits for earlier work of the stream, which may still use that memory (L2).
         """
         if not records:
             return []
@@ -224,7 +225,7 @@ class ParameterGather:
         self._records, self._activity = records, activity
         self._copy_out, self._packed, self._keeps = copy_out, packed, keeps
         self._has_copies = issuing.host is not None or issuing.node_shards is not None
-        self.users: list[torch.Stream | None] = []
+        self.users: list[Any] = []
         nbytes, asked = 0, issuing.count.is_for_step
         for record in records:
             record.gather = self
@@ -264,13 +265,13 @@ class ParameterGather:
                 else:
                     self._copy_out(streams.caller)
                     has_claims = True
-            except BaseException:  # as when out of memory: the next wait lands it
+            except BaseException:  # as when out of memory: the next wait tries again
                 self._wait = _nothing
                 if self._stream is not None:
                     streams.record_landing(self._stream)
                 raise
             if self._stream is not None:
-                follows = self._packed or self._has_copies  # the stream of the gather, which reads or frees
+                follows = self._packed or self._has_copies  # the gather stream reads or frees later
                 self.event = streams.record_landing(self._stream) if follows else streams.record_arrival()
             self.is_done = True
             del self._wait, self._copy_out, self._packed

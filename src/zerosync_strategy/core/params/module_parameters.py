@@ -59,7 +59,7 @@ class ModuleParameters:
         budget, automatic = config.parameters.device, config.parameters.automatic
         plan = HoldPlan(self.scheduler, budget, automatic, is_constant)
         self.cache = ParameterCache(self.units.every, self.scheduler, plan)
-        hooks.remove(engine)
+        hooks.remove_stock(engine)
         self.hooks = UnitHooks(engine, self.units.every, self.scheduler, self.cache)
         self.values = ParameterValues(self.scheduler, self.hooks, class_at_rest, config.eager_frames)
         read_in_transforms()
@@ -106,11 +106,11 @@ class ModuleParameters:
         self.cache.detach()
         del self._engine._zerosync_parameters
         self.scheduler.detach()
-        hooks.make_anew(self._engine)
+        hooks.restore_stock(self._engine)
 
     def forward_begins(self) -> None:
-        if hooks.made_again(self._engine):
-            hooks.remove(self._engine)
+        if hooks.has_stock(self._engine):
+            hooks.remove_stock(self._engine)
         if self.unshard_on_read is not None:
             self.unshard_on_read.forward_begins()
 
@@ -120,7 +120,7 @@ class ModuleParameters:
         self.cache.recover()
 
     def release(self, module: nn.Module) -> None:
-        """Reshard the parameters of ``module`` before a step or a checkpoint; see :meth:`ParameterCache.release`."""
+        """Reshard an engine's ``module`` before a step or a checkpoint; see :meth:`ParameterCache.release`."""
         if module not in self._records_of:
             params = set(module.parameters())
             self._records_of[module] = [record for record in self.scheduler.records if record.param in params]

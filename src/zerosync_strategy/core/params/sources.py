@@ -51,9 +51,9 @@ class GatherSource(ABC):
 
     @abstractmethod
     def _send(self, request: GatherRequest, reads: bool) -> _Sent:
-        """Begin to gather the parameters of ``request`` that this source has.
+        """Begin to gather the parameters of ``request`` that this source has, on the stream of the group.
 
-        With ``reads``, on the current stream, with values equal to the bit; else on the stream of the group.
+        ``reads``: for a reader, who gets equal bits, on the current stream.
         """
 
     def issue(self, request: GatherRequest, issued: list[ParameterGather]) -> None:

@@ -24,7 +24,7 @@ from zerosync_strategy.core.engine.types import Zero3Parameter
 from zerosync_strategy.core.params.units import Unit
 
 END = 2**62
-"""A number after all calls: a backward that has reached it has passed nothing."""
+"""A number larger than that of any call: a backward that has reached only this has passed nothing."""
 LONGEST = 2**17
 """The most calls that are counted while forwards with gradients run without a backward, as in an evaluation. Then the
 count restarts, on all ranks alike. A gradient that is reduced too early because of this is reduced again at the close
@@ -96,7 +96,7 @@ class UnitOrder:
         return first
 
     def comes_to(self, unit: Unit) -> int:
-        """Record that the backward reaches a call of ``unit``; first uses after the returned number are passed."""
+        """Record that the backward reaches a call of ``unit``; it has passed first uses after the returned number."""
         ends = self._ended.get(unit)
         if not ends:
             return END

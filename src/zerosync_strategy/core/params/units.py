@@ -58,7 +58,7 @@ class Unit:
     """A module whose parameters are gathered together.
 
     Attributes:
-        params: its parameters, in the order of gathers; empty for a model whose parameters are all in units inside it.
+        params: its parameters, in the order of gathers; empty for a model whose parameters are all in inner units.
         running: how many of its forwards are running.
         claims: why its values stay: :data:`FORWARD`, :data:`REUSE`, :data:`GRAPH`, :data:`STEP`, and the ids of the
             autograd graph tasks (backwards) that have reached it and not left it. They are one claim of its records.
