@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
@@ -348,46 +347,48 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def _clear_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: it keeps them."""
 
-    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Any:
+    def get_full_hp_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:
             return super().get_full_hp_param(param)
         return self._zerosync_attached.stage.stepper.read_state(param, optim_state_key)
 
-    def set_full_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
             super().set_full_hp_param(value, param)
         else:
             self._zerosync_attached.stage.stepper.write_state(param, value, optim_state_key)
 
-    def get_local_fp32_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Any:
+    def get_local_fp32_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> Any:
         if optim_state_key is not None:
             _refuse_local("safe_get_local_optimizer_state()")
         return super().get_local_fp32_param(param)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None
+    ) -> None:
         if optim_state_key is not None:
             _refuse_local("safe_set_local_optimizer_state()")
         super().set_local_hp_param(value, param)
 
-    def get_fp32_grad_for_param(self, param: nn.Parameter) -> torch.Tensor | None:
+    def get_fp32_grad_for_param(self, param: Zero3Parameter) -> torch.Tensor | None:
         return self._zerosync_attached.stage.stepper.read_gradient(param) if param.requires_grad else None
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_full_grad()")
         self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[..., Any], param_list: list[nn.Parameter]
+        self, update_func: Callable[..., Any], param_list: list[Zero3Parameter]
     ) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         for param in param_list:
             value = update_func(self._zerosync_attached.stage.stepper.read_gradient(param), param)
             self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
-    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> NoReturn:
+    def get_local_fp32_grad_for_param(self, param: Zero3Parameter) -> NoReturn:
         _refuse_local("safe_get_local_grad()")
 
-    def set_local_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> NoReturn:
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> NoReturn:
         _refuse_local("safe_set_local_grad()")
 
 
