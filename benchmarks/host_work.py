@@ -36,7 +36,7 @@ REPEATS = 5
 AREAS = {
     "hooks of units, and their order": "params/unit params/cache params/held engine/hooks",
     "gathers": "params/issuing params/sources params/scheduler params/shard_groups params/copies engine/gathering"
-    " comm/collectives comm/journal comm/streams failures/matching failures/rank_",
+    " comm/collectives comm/journal comm/streams failures/agreement failures/rank_",
     "states of parameters": "engine/parameter engine/transitions engine/zero3.py engine/param_functions"
     " engine/torch_internals",
     "reads of parameters": "params/",

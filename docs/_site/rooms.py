@@ -15,7 +15,7 @@ PAGES = {"rooms": ROOT / "CONTRIBUTING.md", "files": ROOT / "docs" / "map.md"}
 TESTS = {
     "accelerate": ("accelerate/",),
     "core": ("core/",),
-    "core/attached": ("core/test_attach.py", "core/test_layers.py", "core/test_detach.py"),
+    "core/attached": ("core/test_attach.py", "core/test_layers.py", "core/test_detach.py", "core/test_auto_budgets.py"),
     "core/checkpoints": ("core/test_checkpoints.py", "core/test_other_ranks.py"),
     "core/comm": ("core/test_nodes.py", "core/test_in_flight.py", "racecheck/"),
     "core/engine": ("core/test_releases.py", "core/test_parameter.py", "test_boundary.py", "test_contracts.py"),

@@ -23,7 +23,7 @@ from tests.harness.ranks import RanksFailed, run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.core.comm.streams import Streams
-from zerosync_strategy.tools.plan import jobs, replay
+from zerosync_strategy.tools.plan import jobs, measures, replay
 from zerosync_strategy.tools.plan import plan as planning
 from zerosync_strategy.tools.plan.jobs import NODE_SHARDS, STOCK, ZEROSYNC, Cluster, OptionSet, Workload, usual_sets
 from zerosync_strategy.tools.plan.measures import Ledger, ProcessCounter
@@ -350,3 +350,9 @@ def test_a_plan_is_a_table_and_a_configuration(starts: str, tmp_path: Path, monk
     assert "| copies|" in done.stdout
     chosen = json.dumps({"zero_optimization": {"stage": 2}, "zerosync": IN_BACKGROUND})
     assert f"> recommended: of those that fit, it sends least. {chosen}" in done.stdout
+
+
+def test_the_files_that_decide_on_a_kind_exist() -> None:
+    source = Path(measures.__file__).parents[3]
+    ours = [part for part in (*dict(measures._BY_FILE), *measures._PASSED) if part.startswith("/zerosync_strategy/")]
+    assert [part for part in ours if not (source / part[1:]).exists()] == []

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from zerosync_strategy.core.attached import checkpointing
 from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.engine_state import FrozenStay
 from zerosync_strategy.core.engine.patches import ModeOverrides, Stock, replaced
+from zerosync_strategy.core.engine.types import Zero3Parameter
 
 
 class EngineOverrides(ModeOverrides):
@@ -296,30 +296,32 @@ class Stage3Overrides(OptimizerOverrides):
 
     # Called by DeepSpeed's safe_get_... and safe_set_..., which fail on full tensors if the rank's shard has padding.
 
-    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Any:
+    def get_local_fp32_grad_for_param(self, param: Zero3Parameter) -> Any:
         self._zerosync_attached.stage.pending.check_reduced("safe_get_local_grad()")
         return super().get_local_fp32_grad_for_param(param)
 
-    def set_local_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_local_grad()")
         super().set_local_grad_for_param(value, param)
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_full_grad()")
         super().set_local_grad_for_param(zero3.shard_of(param, value), param)
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[..., Any], param_list: list[nn.Parameter]
+        self, update_func: Callable[..., Any], param_list: list[Zero3Parameter]
     ) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
 
-    def set_full_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None) -> None:
         super().set_local_hp_param(zero3.shard_of(param, value), param, optim_state_key)
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None
+    ) -> None:
         super().set_local_hp_param(value, param, optim_state_key)
         if optim_state_key is None:
             zero3_optimizer.take_master_weights(self, param)
@@ -345,46 +347,48 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def _clear_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: it keeps them."""
 
-    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Any:
+    def get_full_hp_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> Any:
         if optim_state_key is None:
             return super().get_full_hp_param(param)
         return self._zerosync_attached.stage.stepper.read_state(param, optim_state_key)
 
-    def set_full_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
             super().set_full_hp_param(value, param)
         else:
             self._zerosync_attached.stage.stepper.write_state(param, value, optim_state_key)
 
-    def get_local_fp32_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Any:
+    def get_local_fp32_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> Any:
         if optim_state_key is not None:
             _refuse_local("safe_get_local_optimizer_state()")
         return super().get_local_fp32_param(param)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(
+        self, value: torch.Tensor, param: Zero3Parameter, optim_state_key: str | None = None
+    ) -> None:
         if optim_state_key is not None:
             _refuse_local("safe_set_local_optimizer_state()")
         super().set_local_hp_param(value, param)
 
-    def get_fp32_grad_for_param(self, param: nn.Parameter) -> torch.Tensor | None:
+    def get_fp32_grad_for_param(self, param: Zero3Parameter) -> torch.Tensor | None:
         return self._zerosync_attached.stage.stepper.read_gradient(param) if param.requires_grad else None
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_set_full_grad()")
         self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[..., Any], param_list: list[nn.Parameter]
+        self, update_func: Callable[..., Any], param_list: list[Zero3Parameter]
     ) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         for param in param_list:
             value = update_func(self._zerosync_attached.stage.stepper.read_gradient(param), param)
             self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
-    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> NoReturn:
+    def get_local_fp32_grad_for_param(self, param: Zero3Parameter) -> NoReturn:
         _refuse_local("safe_get_local_grad()")
 
-    def set_local_grad_for_param(self, value: torch.Tensor, param: nn.Parameter) -> NoReturn:
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Zero3Parameter) -> NoReturn:
         _refuse_local("safe_set_local_grad()")
 
 

@@ -107,7 +107,7 @@ class SentCounter:
         return nbytes
 
     def _traffic(self, calls: _Calls) -> dict[str, Traffic]:
-        traffic: dict[str, Traffic] = {}
+        sums: dict[str, tuple[int, int, int]] = {}
         for (kind, nbytes, group, peer), count in calls.items():
             sent, to = nbytes, None if peer is None else dist.get_global_rank(group, peer)
             if kind not in _WHOLE:
@@ -116,8 +116,9 @@ class SentCounter:
             between = 0
             if self.between is not None:
                 between = self.between(sent, group, to, kind.startswith("all_to_all"))
-            traffic[kind] = traffic.get(kind, Traffic()) + Traffic(count, count * sent, count * between)
-        return traffic
+            calls_before, bytes_before, between_before = sums.get(kind, (0, 0, 0))
+            sums[kind] = calls_before + count, bytes_before + count * sent, between_before + count * between
+        return {kind: Traffic(*numbers) for kind, numbers in sums.items()}
 
 
 _KEPT = 1024

@@ -134,7 +134,7 @@ class RankState:
         departure: how this window differs from the last one; ``departs_by``: the cause that this implies.
         recorded: by process group, the last collective in torch's flight recorder, and the first incomplete one.
         wait: what it waits for now, for comparison with other ranks.
-        issued: of each collective that the asking rank has named, whether it has issued it (``pending.Issued``).
+        issued: of each collective that the asking rank has named, whether it has issued it (:class:`Issued`).
         ended: the ranks of its host whose processes have ended, each with its process id.
         verdict: the verdict with which it has stopped. ``advises``: the verdict contains its own advice.
         pid: of its process. A rank that is GONE has one if its process is known to have ended.
