@@ -51,8 +51,8 @@ class HoldPlan:
         self._copies, self._is_plain, self._is_constant = scheduler.copies, scheduler.is_plain, is_constant
         self._gathers: Counter[Record] = Counter()
         self._counted_windows = 0
-        self._crossed: set[Record] = set()  # left unsharded by the last step but one
-        self._persisting: set[Record] = set()  # persistent constants that a step has gathered
+        self._left_unsharded: set[Record] = set()  # left unsharded by the last step but one
+        self._gathered_constants: set[Record] = set()  # persistent constants that a step has gathered
         self.held_bytes = self.peak_bytes = 0
         self._set_budget(budget)
         self.counts = budget is not None and (budget > 0 or automatic or bool(self._copies))
@@ -181,7 +181,7 @@ class HoldPlan:
         """Claim and return the unsharded parameters that the next step does not change, and so leaves unsharded."""
         crossed = [record for record in self.records if record.bits & STEPS]
         stay = [record for record in zero3.gathered(self.constants) if record.stays]
-        self._crossed = set(crossed)
+        self._left_unsharded = set(crossed)
         drop(crossed, STEPS)
         claim(stay, STEPS)
         return stay
@@ -191,7 +191,7 @@ class HoldPlan:
         for copies in self._copies:
             copies.reset_counts()
         gathered = zero3.gathered(self.constants)
-        self._persisting = {record for record in gathered if zero3.is_persistent(record.param)}
+        self._gathered_constants = {record for record in gathered if zero3.is_persistent(record.param)}
 
     def needed(self, sizes: Mapping[Any, Sent]) -> Sent:
         """Return what this rank had to send to gather parameters in the window of the last step, and reset the counts.
@@ -203,7 +203,11 @@ class HoldPlan:
             record: Record = param._zerosync_record
             asked, record.gathers = record.gathers, 0
             crossings = asked  # gathers from other nodes
-            if record in self._crossed or record in self._persisting or (host is not None and host.was_there(param)):
+            if (
+                record in self._left_unsharded
+                or record in self._gathered_constants
+                or (host is not None and host.was_there(param))
+            ):
                 asked = crossings = 0
             elif not record.nbytes:  # persistent: DeepSpeed's own step gathers it
                 asked = crossings = 1

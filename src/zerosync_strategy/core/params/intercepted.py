@@ -191,10 +191,10 @@ for _class in (Alias, Entry, Unsharded, UnshardedParameter):
     compilation.leave_to_eager_code(_class)
 
 
-def unsharded(tensor: torch.Tensor, memory: GatheredValues, as_a: type[Unsharded] = Unsharded) -> Unsharded:
-    """Return ``tensor``, which lies in ``memory``, as a tensor whose changes are written back."""
+def unsharded(tensor: torch.Tensor, gathered: GatheredValues, as_a: type[Unsharded] = Unsharded) -> Unsharded:
+    """Return ``tensor``, which lies in ``gathered``, as a tensor whose changes are written back."""
     tensor.__class__ = as_a
-    tensor.zerosync_values = memory  # type: ignore[attr-defined]
+    tensor.zerosync_values = gathered  # type: ignore[attr-defined]
     return tensor  # type: ignore[return-value]
 
 
@@ -272,49 +272,49 @@ class _Operation:
         if not isinstance(given, _Intercepted):
             return given
         if id(given) not in self._operands:
-            plain, memory = self._unsharded(given) if isinstance(given, Unsharded) else self._gather(given)
-            self._operands[id(given)] = given, plain, memory, plain._version
+            plain, gathered = self._unsharded(given) if isinstance(given, Unsharded) else self._gather(given)
+            self._operands[id(given)] = given, plain, gathered, plain._version
         return self._operands[id(given)][1]
 
     def _unsharded(self, given: Unsharded) -> tuple[torch.Tensor, GatheredValues]:
-        memory = given.zerosync_values
-        memory.check()
+        gathered = given.zerosync_values
+        gathered.check()
         plain = given.as_subclass(torch.Tensor)
         if isinstance(given, UnshardedParameter) and not plain.requires_grad:
             # Read under no_grad, but perhaps used with gradients.
-            return memory.for_use(), memory
-        return plain, memory
+            return gathered.for_use(), gathered
+        return plain, gathered
 
     def _gather(self, given: Any) -> tuple[torch.Tensor, GatheredValues]:
         param, values = _param_of(given), _values_of(given)
         if param not in self._gathered:
             self._gathered[param] = values.read(param)
-        memory = self._gathered[param]
-        if memory.in_place and given is param:
+        gathered = self._gathered[param]
+        if gathered.in_place and given is param:
             self._used.append(record_of(param))
             self._used[-1].use()
-            return given, memory
+            return given, gathered
         values.expect_gradient(param)  # perhaps it is computed here, inside of an autograd.Function
-        return memory.for_use() if given.requires_grad else memory.full, memory
+        return gathered.for_use() if given.requires_grad else gathered.full, gathered
 
     def settle(self) -> None:
         for record in self._used:
             record.settle()
 
     def write_back(self) -> None:
-        for _, plain, memory, version in self._operands.values():
+        for _, plain, gathered, version in self._operands.values():
             if plain._version != version:
-                memory.write_back()
+                gathered.write_back()
 
     def result(self, computed: Any) -> Any:
         """Return what the program gets for ``computed``."""
         if type(computed) is not torch.Tensor or computed.layout is not torch.strided or is_transformed(computed):
             return computed
-        for given, plain, memory, _ in self._operands.values():
+        for given, plain, gathered, _ in self._operands.values():
             if computed is plain:
                 return given
-            if _lies_in(computed, memory.full):
-                return unsharded(computed, memory)
+            if _lies_in(computed, gathered.full):
+                return unsharded(computed, gathered)
         return computed
 
 
@@ -355,11 +355,11 @@ def _is_given_gradients(alias: Any, requires_grad: bool = True) -> bool:
 def _take_values(alias: Any) -> None:
     """Make ``alias`` an :class:`Unsharded` tensor, to be differentiated by."""
     values, param = _values_of(alias), _param_of(alias)
-    memory = values.read(param)
+    gathered = values.read(param)
     values.expect_gradient(param)
     with zero3.as_it_is():
-        alias.data = memory.full
-    unsharded(alias, memory)
+        alias.data = gathered.full
+    unsharded(alias, gathered)
 
 
 def _detach(tensor: Any) -> Any:

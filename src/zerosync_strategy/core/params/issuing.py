@@ -287,7 +287,7 @@ class ParameterGather:
         """
         if self.is_done or not self._packed:
             return
-        if self._stream is None:  # the host would wait, but where it has all at once
+        if self._stream is None:  # the host would wait, except where it receives all at once
             if not self._is_tagged:
                 self.wait()
             return
