@@ -171,7 +171,7 @@ def is_right(name: str, verdict: str) -> bool:
     fault = FAULTS[name]
     ranks = r"(rank \d waits|ranks [\d, -]+ wait) for the "
     # A connection to a rank that is gone may be closed before anyone waits: then the verdict names nobody who does.
-    others = f"(; {ranks}{fault.waits})" + ("?" if fault.within is die else "")
+    others = f"(; {ranks}{fault.waits})" + ("?" if fault.within in (die, fail) else "")
     pattern = f"{fault.cause}{others}".replace(", .*, module", ", .*, window 3, backward 2, module")
     pattern = pattern.replace(
         "reduction .*,", "reduction of the gradients of '[^']+' to '[^']+', window 3, backward 2,"
