@@ -8,9 +8,10 @@ import deepspeed
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness.data import noise
-from tests.harness.engines import expect_timeout, make_engine, rank
+from tests.harness.engines import attached_of, expect_timeout, make_engine, rank
 from tests.harness.masters import Masters
 from tests.harness.networks import matrices
 from tests.harness.oracle import Oracle, distance, full_parameters
@@ -18,6 +19,7 @@ from tests.harness.racecheck import simulate
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import fp16_supported
 from zerosync_strategy import attach
+from zerosync_strategy.core.gradients.buckets import Level
 
 WIDTH = 16
 NODES = {"LOCAL_WORLD_SIZE": "2"}
@@ -175,3 +177,21 @@ def test_fp16_skips_a_step_that_overflows_on_a_rank(stage: int) -> None:
 
     for error, *skipped in run_ranks(run, world_size=4, env=NODES):
         assert error < 5e-4 and skipped == [1, 1]  # a tenth of what a step moves a weight
+
+
+@pytest.mark.off_device("what is chosen is the same there")
+@pytest.mark.parametrize("options", [{"coalesce": False}, {"grad_memory_budget": 0}], ids=str)
+def test_without_a_budget_nothing_is_in_node_shards(options: dict[str, Any]) -> None:
+    """Also of a parameter of fewer bytes than a node has ranks. As the first of 16 on torch's fake process group."""
+
+    def run() -> list[Level]:
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+        scale = nn.Module()
+        scale.register_parameter("factor", nn.Parameter(torch.ones(1)))
+        engine = make_engine(scale, torch.optim.SGD(scale.parameters(), lr=0.1), zero={"stage": 2})
+        buckets = attached_of(attach(engine, node_size=8, **options)).parts.reducer.buckets
+        engine.backward(engine.module.factor.sum())
+        engine.step()
+        return [bucket.level for bucket in buckets]
+
+    assert run_ranks(run, world_size=1) == [[Level.SHARD]]

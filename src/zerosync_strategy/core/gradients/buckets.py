@@ -137,8 +137,8 @@ class GradientBucket:
 
     def __init__(
         self, layout: ShardLayout, params: Sequence[nn.Parameter], placement: Placement, floor: Sent, *,
-        chunk_bytes: int,
-        local: LocalGradients, streams: Streams, names: Mapping[nn.Parameter, str], below: GradientBucket | None = None,
+        chunk_bytes: int, local: LocalGradients, streams: Streams, names: Mapping[nn.Parameter, str],
+        below: GradientBucket | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.placement, self.floor = layout, placement, floor
         self.params, self.ids = list(params), list(map(id, params))
@@ -287,6 +287,6 @@ def choose_levels(buckets: Iterable[GradientBucket], room: float, of_nodes: floa
             continue
         room = -1  # no later bucket is kept in full
         bucket.level = Level.SHARD
-        if bucket in in_shards and (of_nodes := of_nodes - in_shards[bucket]) >= 0:
+        if of_nodes > 0 and bucket in in_shards and (of_nodes := of_nodes - in_shards[bucket]) >= 0:
             bucket.level, kept = Level.NODE, kept + in_shards[bucket]
     return kept
