@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zerosync_strategy.arguments import StrategyArguments
-from zerosync_strategy.core.announcement import say
 from zerosync_strategy.core.attached.checkpointing import source_of
 from zerosync_strategy.core.attached.contents import weights_and_client_state
 from zerosync_strategy.core.attaching import attach
@@ -66,12 +65,11 @@ from zerosync_strategy.core.report import StepReport
 
 __all__ = [  # what frontends use in addition to the functions below
     "DeepSpeedEngine", "Doing", "FrozenStay", "ModeOverrides", "SavedCheckpoint", "StepReport", "Stock",
-    "StrategyArguments", "ZeroSync",
-    "accumulate_outside", "after_save", "as_it_is", "copy_problem", "dtype_problem", "full_shape",
-    "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "is_distributed",
-    "leave_sharded", "loading_without_optimizer", "offloads_optimizer", "one_load", "one_save",
-    "optimizer_problem", "parameter_tree", "readable", "refuse_removed", "reload_master_weights", "requiring_grad",
-    "restore", "restrict", "wait_for_save", "weights_and_client_state",
+    "StrategyArguments", "ZeroSync", "accumulate_outside", "after_save", "as_it_is", "copy_problem", "dtype_problem",
+    "full_shape", "gather_for_evaluation", "has_own_group", "in_full", "in_full_shapes", "interpose", "is_distributed",
+    "leave_sharded", "loading_without_optimizer", "offloads_optimizer", "one_load", "one_save", "optimizer_problem",
+    "parameter_tree", "readable", "refuse_removed", "reload_master_weights", "requiring_grad", "restore", "restrict",
+    "wait_for_save", "weights_and_client_state",
 ]  # fmt: skip
 
 
@@ -187,12 +185,6 @@ def handle_of(value: object) -> ZeroSync | None:
     """Return the handle of an attached engine, or of its optimizer; ``None`` for anything else."""
     found = getattr(value, "_zerosync", None)
     return found if isinstance(found, ZeroSync) else None
-
-
-def say_on_first_rank(text: str) -> None:
-    """Log ``text`` on the first rank."""
-    if dist.get_rank() == 0:
-        say(text)
 
 
 def activity(what: object) -> AbstractContextManager[None]:

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from zerosync_strategy import frontend
 from zerosync_strategy.accelerate import contract, trainer
 from zerosync_strategy.core.engine.contract import require
-from zerosync_strategy.core.options import BLOCK, ZeroSyncConfig, suggest
+from zerosync_strategy.core.options import AUTO, BLOCK, ZeroSyncConfig, suggest
 
-AUTO, ON_BACKWARD = "auto", "backward"
+ON_BACKWARD = "backward"
 STEP_ON = (AUTO, "optimizer", ON_BACKWARD)
 """The values of the option ``step_on``: where a program takes its optimizer steps."""
 

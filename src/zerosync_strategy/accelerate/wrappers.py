@@ -24,9 +24,10 @@ from accelerate.utils import DummyOptim, DynamoBackend, get_int_from_env
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
 
 from zerosync_strategy import frontend
-from zerosync_strategy.accelerate.plugin import AUTO, ON_BACKWARD, ZeroSyncPlugin
+from zerosync_strategy.accelerate.plugin import ON_BACKWARD, ZeroSyncPlugin
 from zerosync_strategy.accelerate.trainer import divides_losses, is_trainers, keeps_engine
 from zerosync_strategy.core.engine import patches
+from zerosync_strategy.core.options import AUTO
 from zerosync_strategy.frontend import DeepSpeedEngine, Stock, ZeroSync
 
 NOTHING_TO_CLIP = (

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+import yaml  # noqa: F401  from the same extra; if it is missing, fail here and not midway
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
@@ -12,20 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from zerosync_strategy.tools.doctor.findings import Finding, Severity
+from zerosync_strategy.version import __version__
 
 if TYPE_CHECKING:
     from zerosync_strategy.tools.plan.plan import Plan
-import signal
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated
-
-import typer
-import yaml  # noqa: F401  from the same extra; if it is missing, fail here and not midway
-
-from zerosync_strategy.version import __version__
 
 _COLOURS = {Severity.OK: "green", Severity.NOTE: "cyan", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
 _WIDTH = 300  # of a table in a file or a pipe

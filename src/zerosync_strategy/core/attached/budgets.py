@@ -20,7 +20,6 @@ them once. A model that trains only because they are sharded must train here, to
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,13 +67,13 @@ def bounded(engine: DeepSpeedEngine, config: ZeroSyncConfig, ranks: int) -> Zero
     exceeds = full > free or (full - stock) * SHARE > device
     if not largest([int(exceeds)], zero.data_parallel_group(engine.optimizer))[0]:
         return config
-    if torch.distributed.get_rank() == 0:
+    if dist.get_rank() == 0:
         say(
             f"the gradients of one rank take {size_text(full)} until they are reduced, of {size_text(free)} that are"
             f" free on {size_text(device)}: each backward reduces its own, as stock DeepSpeed does (coalesce=False)."
             " grad_memory_budget says how much may stay unreduced, and saves that much of each further backward."
         )
-    return dataclasses.replace(config, coalesce=False)
+    return replace(config, coalesce=False)
 
 
 _STATUS = Path("/proc/self/status")

@@ -95,14 +95,14 @@ class AttachedEngine:
         # 3. Communication: sizes of messages, nodes, and the count of bytes.
         group = zero.data_parallel_group(engine.optimizer)
         config = bounded(engine, config, dist.get_world_size(group))
-        messages, topology = message_sizes(group, engine.device), Topology(config.node_size, group)
+        sizes, topology = message_sizes(group, engine.device), Topology(config.node_size, group)
         counter = SentCounter(topology.between)
         # 4. Gradients: shards, reduction, window. They call the stage, which needs them, so it is made after them.
         names = {param: name for name, param in engine.module.named_parameters()}
         of_stage: Any = PerParamShards if zero.stage(engine) == 3 else FlatShards
         shards = of_stage(engine, config, topology, counter, whole)
         observers = [UnitNorms(shards, names)] if config.unit_norms else []  # may raise: before the module is changed
-        reducer = Reducer(shards, config, names, messages, lambda: self.stage.first_uses())
+        reducer = Reducer(shards, config, names, sizes, lambda: self.stage.first_uses())
         changes = LocalChanges(reducer.params, names)
         last = LastBackward(config.overlap_last, engine.gradient_accumulation_steps())
         if not shards.computes_norm and zero.stage(engine) < 3:
@@ -117,7 +117,7 @@ class AttachedEngine:
         )  # fmt: skip
         self.stage: Stage
         if isinstance(shards, PerParamShards):
-            self.stage = ShardedStage(parts, shards, whole, messages, topology, _is_constant)
+            self.stage = ShardedStage(parts, shards, whole, sizes, topology, _is_constant)
         else:
             self.stage = FlatStage(parts, shards, whole)
         # 6. Budgets, reports and guards, which read all of these.

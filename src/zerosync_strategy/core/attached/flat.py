@@ -65,6 +65,12 @@ class FlatStage(Stage):
     def backward_begins(self, opens: bool) -> None:
         self.stepper.backward_begins(opens)
 
+    def first_uses(self) -> None:
+        """None is gathered in a backward."""
+
+    def pass_issued(self) -> None:
+        """Nothing is compared."""
+
     def before_update(self) -> None:
         self.masters.forget_gathers()
         with self._parts.counter.apart("checkpoints"):  # these have left the states in DeepSpeed's layout
@@ -72,12 +78,6 @@ class FlatStage(Stage):
         self.adopt_edits()
         if zero.offloads(self._optimizer):
             self._parts.reducer.norm.value()  # the host waits for it, and so for its copies of the gradients
-
-    def first_uses(self) -> None:
-        """None is gathered in a backward."""
-
-    def pass_issued(self) -> None:
-        """Nothing is compared."""
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The full weights of a module, gathered a few at a time: for a consumer, files, or the first rank of each group.
 
-One message gathers a *run* of parameters, into new memory, and the parameters stay sharded. So nothing in the engine
+One message gathers a *chunk* of parameters, into new memory, and the parameters stay sharded. So nothing in the engine
 waits for the consumer, and a consumer that stops early leaves nothing to clean up.
 
 DeepSpeed collects full parameters on rank 0, which lacks those that other groups of ranks shard. In a full state, the

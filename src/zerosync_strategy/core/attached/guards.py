@@ -19,7 +19,7 @@ class Guards:
         needs_every_gradient: DeepSpeed's ``"ignore_unused_parameters"`` is false; else no step is checked for them.
         trained: the parameters of the optimizer.
         infers: the program is in ``gathered_for_inference()``.
-        is_preparing: DeepSpeed prepares or ends a forward.
+        is_preparing: on stage 3, DeepSpeed prepares or ends a forward.
     """
 
     def __init__(self, parts: Parts) -> None:

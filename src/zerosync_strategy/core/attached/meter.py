@@ -21,7 +21,10 @@ _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_ho
 
 
 class PrintedReports:
-    """Logs a one-line report after every ``every`` optimizer steps, if not 0, or appends it to a file. For one rank."""
+    """Logs a one-line report after every ``every`` optimizer steps, or appends it to a file. For one rank.
+
+    ``every`` is 0 where nobody asks for reports; :meth:`note` is not called then.
+    """
 
     def __init__(self, every: int, file: str | None) -> None:
         if said := os.environ.get(REPORT):

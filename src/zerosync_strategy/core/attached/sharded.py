@@ -65,7 +65,7 @@ class ShardedStage(Stage):
     scheduler: GatherScheduler
 
     def __init__(
-        self, parts: Parts, shards: PerParamShards, whole: bool, messages: MessageSizes, topology: Topology,
+        self, parts: Parts, shards: PerParamShards, whole: bool, sizes: MessageSizes, topology: Topology,
         is_constant: Callable[[nn.Parameter], bool],
     ) -> None:  # fmt: skip
         engine, config, reducer = parts.engine, parts.config, parts.reducer
@@ -76,7 +76,7 @@ class ShardedStage(Stage):
         self.stepper = ExchangedStepper(*of_whole) if whole else Stepper(shards, self.masters)
         if config.eager_frames:
             compilation.unwrap_compiled(engine)
-        of_module = ModuleParameters.of(engine, config, shards.streams, messages, topology, is_constant)
+        of_module = ModuleParameters.of(engine, config, shards.streams, sizes, topology, is_constant)
         self.of_module, self.pending = of_module, PendingGradients(*parts.of_pending)
         self._trained = [param._zerosync_record for param in parts.reducer.params]
         self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units

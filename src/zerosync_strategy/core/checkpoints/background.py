@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,10 +81,15 @@ class _Pending:
 
 
 class Background:
-    """Completes one save at a time, in a thread of this rank. The methods are called on all ranks alike."""
+    """Completes one save at a time, in a thread of this rank. The methods are called on all ranks alike.
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self._rank, self._ranks, self._patience = rank, world_size, timeout_of(None).total_seconds() / 2
+    Attributes:
+        group: a weak reference to the process group, the default one.
+    """
+
+    def __init__(self, store: Store, group: dist.ProcessGroup) -> None:
+        self.group = weakref.ref(group)
+        self._rank, self._ranks, self._patience = group.rank(), group.size(), timeout_of(None).total_seconds() / 2
         self._status = rank_status()  # the program may destroy the process group before a save has ended
         self._hosted = store  # it may be hosted here: kept until the end
         self._store = store.clone()  # a connection is blocked while a thread waits on it
@@ -195,17 +200,15 @@ class Background:
 
 current: Background | None = None
 """That of this process; ``None``: it has saved nothing in the background."""
-_group: Any = None  # a weak reference to the process group of the current one
 
 
 def background() -> Background:
     """Return the background of this process in its default process group."""
-    global current, _group
+    global current
     group = dist.distributed_c10d._get_default_group()
-    if current is None or _group() is not group:
+    if current is None or current.group() is not group:
         wait_for_save()  # of an earlier group
-        current = Background(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
-        _group = weakref.ref(group)
+        current = Background(dist.distributed_c10d._get_default_store(), group)
     return current
 
 

@@ -34,7 +34,7 @@ _Needed = tuple[_StorageInfo, str, list[tuple[torch.Tensor, tuple[slice, ...]]]]
 
 
 class DCPReader:
-    """Reads the checkpoint in ``folder``, which DCP or :func:`complete` has written.
+    """Reads the checkpoint in ``folder``, which DCP or :func:`dcp.complete` has written.
 
     Raises a ``DamageError`` if the folder has no readable ``.metadata``.
     """

@@ -129,9 +129,8 @@ class Topology:
 
     def __init__(self, node_size: int | str, process_group: ProcessGroup | None) -> None:
         self._found: dict[ProcessGroup, Nodes | None] = {}
-        self._counts: dict[
-            ProcessGroup, tuple[int, int, int]
-        ] = {}  # by process group: nodes, ranks, pairs on two nodes
+        # By process group: nodes, ranks, pairs on two nodes.
+        self._counts: dict[ProcessGroup, tuple[int, int, int]] = {}
         ranks = dist.get_process_group_ranks(process_group)
         if node_size != AUTO:
             size, everyone = int(node_size), dist.get_world_size()

@@ -54,7 +54,7 @@ def restore_stock(engine: DeepSpeedEngine) -> None:
     from deepspeed.runtime.zero import parameter_offload
 
     offload = engine.optimizer.parameter_offload
-    with replaced(offload, "module", engine.module):  # with several engines over one module, it is a part
+    with replaced(offload, "module", engine.module):  # with several engines over one module, it is a parameter tree
         offload.setup_zero_stage3_hooks()
     parameter_offload.FWD_MODULE_STACK.pop()  # the model, which was pushed a second time
     for hooks, key in forward_hooks_of(engine):
@@ -182,12 +182,13 @@ class SavedTensorHooks:
         self.is_used = self._is_needed = True
 
     def forward_begins(self) -> None:
+        """Use them no longer where a module is compiled, unless they are needed. To be called while :attr:`is_used`."""
         if not self._is_needed and _is_compiled(self._root):
             self.is_used = False
 
     def stepped(self, steps: int) -> None:
-        """Record that the program has made ``steps`` steps."""
-        self.is_used = self._is_needed or (self.is_used and steps < FIRST_STEPS)
+        """Record that the program has made ``steps`` steps. To be called while :attr:`is_used`."""
+        self.is_used = self._is_needed or steps < FIRST_STEPS
 
 
 def _is_compiled(root: torch.nn.Module) -> bool:

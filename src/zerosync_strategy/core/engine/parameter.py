@@ -134,7 +134,7 @@ class Record:
         group: of the ranks that shard it; has its ``index`` in the order of gathers.
         order: its place in the order of gathers (U1).
         bits: the claims that are set here; :attr:`claims` has all.
-        gather: the last gather that was issued (``comm/collectives.py``); ``None``: none yet.
+        gather: the last gather that was issued (``params/issuing.py``); ``None``: none yet.
         writes: how often steps, checkpoints and programs have written the shards: alike on all ranks.
         writes_found: how often this rank has found that a module had written to the gathered values.
         flags: by stream, flags on the device of such writes, which the host has not read yet.
@@ -171,7 +171,7 @@ class Record:
         self.is_in_storage = self.in_shards = False
         self.nbytes = 0 if param.ds_persist else zero3.full_bytes(param)
         self.empty = param.data.new_empty(0)
-        self._gone: tuple[int, int] | None = None  # version and writes when the values were freed
+        self.gone: tuple[int, int] | None = None  # version and writes when the values were freed
         self.values: Any = None
         self.own_class = self.class_at_rest = type(param)
         self.version = self.writes_at_use = -1  # version when values and shards were equal; writes when modules began

@@ -4,9 +4,9 @@ In a storage, each parameter is contiguous, with the shard of each rank as one r
 Parameters that share a storage are unsharded and resharded together. What only some of a unit's parameters do, such as
 being held, gives them a storage of their own. A parameter of several units has its own, too.
 
-Between a forward and its backward, the storage of the values stays the same but has no bytes. Reading
-what autograd has saved of them in between raises torch's own error of a modified tensor, because the version of the
-parameter differs then. The idea is that of PyTorch's FSDP, except for the version.
+Between a forward and its backward, the storage of the values stays the same but has no bytes. Reading what autograd has
+saved of them in between raises torch's own error of a modified tensor, because the version of the parameter differs
+then. The idea is that of PyTorch's FSDP, except for the version.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def restore_versions(records: Collection[Record]) -> None:
     versions: list[Any] = [*records]  # no call for each: this runs for each parameter of each gather
     count = 0
     for record in records:
-        if record._gone is not None:
-            version, writes = record._gone
-            record._gone, record.version = None, version + record.writes - writes
+        if record.gone is not None:
+            version, writes = record.gone
+            record.gone, record.version = None, version + record.writes - writes
             params[count], versions[count] = record.param, record.version
             count += 1
     torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
@@ -162,9 +162,9 @@ def free(records: Collection[Record], keeps_storage: bool) -> None:
     versions: list[Any] = [*records]
     count = freed = 0
     for record in records:
-        if record._gone is None:
-            record._gone = record.param._version, record.writes
-            params[count], versions[count] = record.param, record._gone[0] + 1
+        if record.gone is None:
+            record.gone = record.param._version, record.writes
+            params[count], versions[count] = record.param, record.gone[0] + 1
             count += 1
     torch._C._autograd._unsafe_set_version_counter(tuple(params[:count]), tuple(versions[:count]))
     for record in records:

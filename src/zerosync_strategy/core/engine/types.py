@@ -1,11 +1,15 @@
-"""What signatures call DeepSpeed's objects. It is untyped: a type checker takes all but the parameter for ``Any``."""
+"""Names of DeepSpeed's and torch's objects for signatures. DeepSpeed's are ``Any`` to a checker, but the parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["DeepSpeedEngine", "Zero3Optimizer", "Zero3Parameter", "Zero12Optimizer", "ZeroOptimizer"]
+__all__ = [
+    "DeepSpeedEngine", "Store", "Work", "Zero3Optimizer", "Zero3Parameter", "Zero12Optimizer", "ZeroOptimizer",
+]  # fmt: skip
+
+Store = Any  # torch's; its stubs lack half of the methods
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +42,8 @@ if TYPE_CHECKING:
         partition: Any
         _zerosync_record: Any  # a Record, of an attached engine
 
-    Store = Any  # torch's; its stubs lack half of the methods
-
 else:  # annotations are not evaluated; these names are for imports
-    DeepSpeedEngine = Zero3Optimizer = Zero12Optimizer = ZeroOptimizer = Zero3Parameter = Store = Any
+    DeepSpeedEngine = Zero3Optimizer = Zero12Optimizer = ZeroOptimizer = Zero3Parameter = Any
 
 
 class Work(Protocol):

@@ -254,8 +254,8 @@ class GatherDigest:
         """Read the result of the last :meth:`compare_window`, once. If digests differ: collective, and raises."""
         if self._unread is None:
             return
-        (digest, gathers), self._unread = self._unread, None
-        if self._answer.arrived().tolist() == [digest, -digest]:
+        (compared, gathers), self._unread = self._unread, None
+        if self._answer.arrived().tolist() == [compared, -compared]:
             return
         numbered = enumerate(zip_longest(*gather_objects(gathers, self.process_group)), start=1)
         number, by_rank = next((number, by_rank) for number, by_rank in numbered if len(set(by_rank)) > 1)
@@ -319,10 +319,10 @@ class BegunCollectives:
         begun, self._aborted = self._aborted, None
         self._compared += 1
         for group, name in self._names.items():
-            _require_same(f"zerosync/aborted/{name}/{self._compared}", begun[group], group)
+            _compare_begun(f"zerosync/aborted/{name}/{self._compared}", begun[group], group)
 
 
-def _require_same(key: str, begun: int, process_group: ProcessGroup) -> None:
+def _compare_begun(key: str, begun: int, process_group: ProcessGroup) -> None:
     group: Any = process_group or dist.group.WORLD
     size, timeout = dist.get_world_size(group), timeout_of(group).total_seconds()
     store: Store = dist.distributed_c10d._get_default_store()

@@ -195,7 +195,7 @@ class Wait:
     blocks: bool = False
 
 
-def wait_of(frame: FrameType | None, recorded: Sequence[Recorded]) -> Wait | None:
+def wait_of(frame: FrameType | None, of_process: Sequence[Recorded]) -> Wait | None:
     """Return what this process waits for, from the innermost frame of its main thread and torch's flight recorder."""
     if (exchange := journal.awaited()) is not None:
         ranks = dist.get_process_group_ranks(exchange.process_group)
@@ -203,29 +203,29 @@ def wait_of(frame: FrameType | None, recorded: Sequence[Recorded]) -> Wait | Non
         return Wait(key, tuple(ranks[peer] for peer in exchange.peers), blocks=True)
     if frame is not None and journal.torch_collective(frame):
         group: Any = frame.f_locals.get("group") or dist.group.WORLD
-        last = recorded[0] if recorded else None
+        last = of_process[0] if of_process else None
         if last is None or last.complete or last.group != getattr(group, "group_name", ""):
             return None  # not issued yet, or this release of torch records no collectives of gloo
         return Wait(_key(last), tuple(dist.get_process_group_ranks(group)), blocks=True)
-    pending = first_incomplete(recorded)
+    pending = first_incomplete(of_process)
     return None if pending is None or pending.backend == "gloo" else Wait(_key(pending))
 
 
-def issued(keys: Sequence[Key], entries: Sequence[Entry]) -> Iterator[Issued]:
+def issued(keys: Sequence[Key], of_process: Sequence[Entry]) -> Iterator[Issued]:
     """Yield for each collective that a rank waits for whether this process has issued it, too."""
     for kind, group, number, *what in keys:
         if kind == _MESSAGES:
             yield Issued.SAME if journal.number_issued(group, number) >= what[0] else Issued.NOT_YET
             continue
-        last, own = find(entries, group, kind, number)
+        last, own = find(of_process, group, kind, number)
         if last < number:
             yield Issued.NOT_YET
         else:
             yield Issued.SAME if own is None or _is_same(what, own) else Issued.OTHER
 
 
-def _key(recorded: Recorded) -> Key:
-    return recorded.backend, recorded.group, recorded.number, recorded.name, recorded.label
+def _key(of: Recorded) -> Key:
+    return of.backend, of.group, of.number, of.name, of.label
 
 
 def _is_same(what: Sequence[str], own: Recorded) -> bool:

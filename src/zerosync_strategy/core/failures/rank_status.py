@@ -235,7 +235,7 @@ class RankStatus:
 
 
 class Activity(AbstractContextManager[None]):
-    """The context of :meth:`RankStatus.activity`, for any number of uses.
+    """The context of what may communicate, as :meth:`RankStatus.activity` returns it; for any number of uses.
 
     Without further calls, because each gather has one.
     """

@@ -60,8 +60,8 @@ class ReductionPipeline:
         abandoned: reductions of dropped windows. Nothing waits for them, but their memory must outlive them.
     """
 
-    def __init__(self, shards: GradientShards, ordered: bool, messages: MessageSizes) -> None:
-        self._shards, self._ordered, self._messages = shards, ordered, messages
+    def __init__(self, shards: GradientShards, ordered: bool, sizes: MessageSizes) -> None:
+        self._shards, self._ordered, self._sizes = shards, ordered, sizes
         self._local, self._streams = shards.local, shards.streams
         self.begun = BegunCollectives(layout.process_group for layout in shards.layouts)
         self.sent_floor = Sent()
@@ -116,7 +116,7 @@ class ReductionPipeline:
         with phase("reduce_scatter", bucket.name):
             self.ready_shards()
             for rows, part in bucket.reduce_scatter_inputs(before):
-                self.wait(self._messages.in_flight - 1)
+                self.wait(self._sizes.in_flight - 1)
                 if bucket.nodes is None:
                     self._reduce(bucket, rows, part)
                 else:
@@ -136,7 +136,7 @@ class ReductionPipeline:
         for part in list(bucket.node_shard):
             sums = bucket.take_node_sums(part)
             assert sums is not None
-            self.wait(self._messages.in_flight - 1)
+            self.wait(self._sizes.in_flight - 1)
             self._reduce_between(bucket, nodes, part, *self._into_shard(bucket, part), sums)
         bucket.is_reduced = True
         self.sent_floor = self.sent_floor.plus(Sent(bucket.floor.between, bucket.floor.between))

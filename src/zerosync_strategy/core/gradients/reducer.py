@@ -50,15 +50,15 @@ class Reducer:
     """
 
     def __init__(
-        self, shards: GradientShards, config: ZeroSyncConfig, names: Mapping[nn.Parameter, str], messages: MessageSizes,
+        self, shards: GradientShards, config: ZeroSyncConfig, names: Mapping[nn.Parameter, str], sizes: MessageSizes,
         first_uses: Callable[[], Mapping[int, int] | None],
     ) -> None:  # fmt: skip
         self.shards, self.optimizer, self.layouts = shards, shards.optimizer, shards.layouts
         self.params, self.streams, self.local = shards.params, shards.streams, shards.local
         self.is_native = bool(self.layouts) and all(layout.is_native for layout in self.layouts if layout.params)
         nbytes = sum(map(self.local.nbytes, self.params))
-        largest = min(max(nbytes // 4, SMALL_BYTES), shards.most_bytes(config, messages))
-        limit = min(max(int(self.optimizer.reduce_bucket_size) * shards.dtype.itemsize, messages.least), largest)
+        largest = min(max(nbytes // 4, SMALL_BYTES), shards.most_bytes(config, sizes))
+        limit = min(max(int(self.optimizer.reduce_bucket_size) * shards.dtype.itemsize, sizes.least), largest)
         self.bucket_bytes = chunk_bytes = min(largest, max(limit, SMALL_BYTES))
         common = {"chunk_bytes": chunk_bytes, "local": self.local, "streams": self.streams, "names": names}
         budget = config.gradients
@@ -86,7 +86,7 @@ class Reducer:
         self._late: LocalGradient | None = None  # the gradient that began the backward, if its hooks may still run
         self.first_uses = first_uses
         self._reduces_by_module = False  # how the running backward streams: by module, or by gradient
-        self.pipeline = ReductionPipeline(shards, ordered, messages)
+        self.pipeline = ReductionPipeline(shards, ordered, sizes)
 
     def gradients_floor(self) -> Sent:
         """Return what one rank must send to reduce all gradients once."""

@@ -55,9 +55,9 @@ class GradientShards(ABC):
     def _read_layouts(self) -> Sequence[Any]:
         """Return the layouts."""
 
-    def most_bytes(self, config: ZeroSyncConfig, messages: MessageSizes) -> int:
+    def most_bytes(self, config: ZeroSyncConfig, sizes: MessageSizes) -> int:
         """Return the largest bucket in bytes that other messages allow."""
-        return messages.nbytes
+        return sizes.nbytes
 
     def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
         """Return buckets of ``limit`` bytes, made with ``common`` arguments, in roughly the order of a backward."""

@@ -150,9 +150,9 @@ class PerParamShards(GradientShards):
         self.over_groups = any(layout.world_size < everyone for layout in layouts)
         return layouts
 
-    def most_bytes(self, config: ZeroSyncConfig, messages: MessageSizes) -> int:
+    def most_bytes(self, config: ZeroSyncConfig, sizes: MessageSizes) -> int:
         holds_all = config.parameters.device is None and not config.parameters.automatic
-        return messages.nbytes if holds_all else min(messages.nbytes, AMONG_GATHERS)
+        return sizes.nbytes if holds_all else min(sizes.nbytes, AMONG_GATHERS)
 
     def make_buckets(self, config: ZeroSyncConfig, limit: int, common: dict[str, Any]) -> list[GradientBucket]:
         # With several layouts, buckets of later modules are first.

@@ -37,7 +37,7 @@ class ModuleParameters:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes,
+        self, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, sizes: MessageSizes,
         topology: Topology, is_constant: Callable[[Zero3Parameter], bool],
     ) -> None:  # fmt: skip
         self.units = Units(engine, config.unit_modules or ())
@@ -54,7 +54,7 @@ class ModuleParameters:
         for group in groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
-        self.scheduler = GatherScheduler(engine, streams, messages, groups, host, node_shards)
+        self.scheduler = GatherScheduler(engine, streams, sizes, groups, host, node_shards)
         self.units.gather_together()
         budget, automatic = config.parameters.device, config.parameters.automatic
         plan = HoldPlan(self.scheduler, budget, automatic, is_constant)
@@ -68,7 +68,7 @@ class ModuleParameters:
 
     @classmethod
     def of(
-        cls, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, messages: MessageSizes,
+        cls, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, sizes: MessageSizes,
         topology: Topology, is_constant: Callable[[Zero3Parameter], bool],
     ) -> ModuleParameters:  # fmt: skip
         """Return the :class:`ModuleParameters` of the module of ``engine``, and count one more engine that uses it.
@@ -79,7 +79,7 @@ class ModuleParameters:
         found: ModuleParameters | None = vars(first_of(engine)).get("_zerosync_parameters")
         if found is None:
             _require_ungathered(engine)
-            found = cls(engine, config, streams, messages, topology, is_constant)
+            found = cls(engine, config, streams, sizes, topology, is_constant)
         elif config.parameters.automatic or found.cache.plan.automatic:
             raise ValueError(
                 "ZeroSync option 'param_memory_budget' got \"auto\" with several optimizers for one module. Their"

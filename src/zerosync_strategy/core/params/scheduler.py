@@ -39,7 +39,7 @@ class GatherScheduler:
     """Orders the gathers of one attached ZeRO-3 engine, and the waits for them.
 
     Args:
-        messages: the sizes of messages that gather ahead.
+        sizes: of messages that gather ahead.
         groups: by process group, in the order of gathers.
         host, node_shards: see :class:`Issuing`.
 
@@ -55,10 +55,10 @@ class GatherScheduler:
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, streams: Streams, messages: MessageSizes,
+        self, engine: DeepSpeedEngine, streams: Streams, sizes: MessageSizes,
         groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
-        self._messages = messages
+        self._sizes = sizes
         self.streams = streams
         self.prefetched_numel = gathering.config_of(engine).prefetch_bucket_size
         self.groups = groups
@@ -169,9 +169,9 @@ class GatherScheduler:
         """
         for group, of_group in self.in_order(params):
             prefetched = self.prefetched_numel * of_group[0].element_size()
-            limit = min(max(prefetched, self._messages.least), self._messages.nbytes)
+            limit = min(max(prefetched, self._sizes.least), self._sizes.nbytes)
             of_units = [list(of_unit) for _, of_unit in groupby(of_group, unit_of.__getitem__ if unit_of else id)]
-            pieces = [each for piece in of_units for each in in_chunks(piece, self._messages.nbytes, zero3.full_bytes)]
+            pieces = [each for piece in of_units for each in in_chunks(piece, self._sizes.nbytes, zero3.full_bytes)]
             chunks = in_chunks(pieces, limit, lambda piece: sum(map(zero3.full_bytes, piece)))
             yield group.index, [list(chain.from_iterable(chunk)) for chunk in chunks]
 

@@ -187,10 +187,10 @@ class AllShards(GatherSource):
         group, issuing = request.group, self._issuing
         with issuing.gathering(group, request.params):
             with issuing.on(group):
-                arrive = gathering.by_deepspeed(request.params)
+                copy_out = gathering.by_deepspeed(request.params)
             activity = Activity(issuing.status, request.activity)
             common = (issuing, group, list(map(record_of, request.params)), activity, issuing.waiting_for(group))
-            issued.append(ParameterGather(*common, arrive, (), keeps=False))
+            issued.append(ParameterGather(*common, copy_out, (), keeps=False))
 
     def values(self, request: GatherRequest) -> dict[Zero3Parameter, torch.Tensor]:
         if request.gathers is not None:

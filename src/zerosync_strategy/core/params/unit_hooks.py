@@ -15,11 +15,11 @@ A unit that is needed again within ``stage3_max_reuse_distance`` elements is not
 backward, from a forward to its backward, and from a forward without gradients, or a backward that no step follows, to
 the next forward.
 
-The backward hooks are on output tensors, so the graph has no additional nodes. Units stay unsharded
-until another backward has ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors
-with which their backward begins, if others may have left beside the outputs, or if their forward runs under a transform
-of torch.func. Units stay unsharded until the step if they have returned their parameters, or views of them. A unit that
-is held until the step waits for its chunks, once (``cache.py``).
+The backward hooks are on output tensors, so the graph has no additional nodes. Units stay unsharded until another
+backward has ended if a backward with ``create_graph`` has reached them, if their outputs hide the tensors with which
+their backward begins, if others may have left beside the outputs, or if their forward runs under a transform of
+torch.func. Units stay unsharded until the step if they have returned their parameters, or views of them. A unit that is
+held until the step waits for its chunks, once (``cache.py``).
 
 The units gathered ahead are those that followed in earlier passes (``unit_order.py``), so they agree on all ranks.
 """
@@ -102,7 +102,7 @@ class UnitHooks:
         limits = config.prefetch_bucket_size, config.max_live_parameters
         self._forwards, self._backwards = Passes(*limits), Passes(*limits)
         self._expected: dict[Unit, Stay] = {}  # units that no forward or backward uses now
-        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward: units, with the call reached; END: later
+        self._tasks: dict[int, dict[Unit, int]] = {}  # by backward: units, with the call reached; END: none yet
         self._calls: list[Call] = []  # the running ones
         self.saved_tensors = SavedTensorHooks(engine.module)
         self._count = 0  # calls that have begun, also in backwards
@@ -119,8 +119,9 @@ class UnitHooks:
         self.recover()
         for handle in self._handles:
             handle.remove()
-        for attributes in (attributes for unit in self._units for attributes in unit.marks):
-            attributes.pop(RUNNING, None)
+        for unit in self._units:
+            for attributes in unit.marks:
+                attributes.pop(RUNNING, None)
         self._handles = []
 
     def __deepcopy__(self, memo: object) -> UnitHooks:
@@ -326,7 +327,9 @@ class UnitHooks:
                 self._expected[following] = passes.stay
             elif is_half and not missing:
                 return
-        alone = 1 if missing and missing[0] is passes.ahead[0][0] else 0
+        if not missing:
+            return
+        alone = 1 if missing[0] is passes.ahead[0][0] else 0
         for units in (missing[:alone], missing[alone:]):
             if units:
                 params = [param for unit in units for param in unit.params]

@@ -129,14 +129,14 @@ class Pass:
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
         self.next: dict[Pass | None, Pass] = {}
-        self._before = [0, *itertools.accumulate(unit.numel for unit in units)]  # elements before each place
+        self._before = [0, *itertools.accumulate(unit.numel for unit in units)]  # elements before each position
         self._last = {unit: position for position, unit in enumerate(units)}
         self.start = {unit: self._before[position] for position, unit in reversed([*enumerate(units)])}
         self.distances: dict[tuple[Unit, int], tuple[float, float]] = {}
         self.ahead: list[list[tuple[Unit, bool]] | None] = [None] * len(units)
 
     def find_distances(self, unit: Unit, position: int) -> tuple[float, float]:
-        """Return the distance from ``place`` to the next call of ``unit`` (infinite if none), and to the end."""
+        """Return the distance from ``position`` to the next call of ``unit`` (infinite if none), and to the end."""
         before, again = self._before, INFINITE
         if unit in self._last and self._last[unit] >= position:
             again = before[self.units.index(unit, position)] - before[position]
@@ -144,7 +144,7 @@ class Pass:
         return found
 
     def find_ahead(self, position: int, most: int, live: int) -> list[tuple[Unit, bool]]:
-        """Return the units to gather ahead of those of call ``place``, each with whether half of ``most`` is reached.
+        """Return the units to gather ahead of call ``position``, each with whether half of ``most`` is reached.
 
         They are of at most ``most`` elements, of which the last may exceed that, and with the unit itself of at most
         ``live``.

@@ -188,10 +188,10 @@ def _read_eagerly(module: nn.Module, name: str, param: Zero3Parameter) -> Any:
     placeholder = vars(module)[_PLACEHOLDERS].get(name)
     if placeholder is None or not (values := of_placeholder(placeholder)[0]).is_asked:
         return param
-    memory = values.read(param)
-    if memory.in_place and not is_at_rest(param):
+    gathered = values.read(param)
+    if gathered.in_place and not is_at_rest(param):
         return param
-    return unsharded(values.differentiable(param, memory.full), memory, UnshardedParameter)
+    return unsharded(values.differentiable(param, gathered.full), gathered, UnshardedParameter)
 
 
 # ---- the operator ------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ from zerosync_strategy.core.params.unit_hooks import UnitHooks, in_backward
 
 REMEDY = f"Do it inside 'with zerosync.full_parameters():'. ({HANDLE}.)"
 WATCHED_STEPS = 3  # first steps, in which all parameters are watched for module writes through .data
-_by_address: dict[
-    int, tuple[ParameterValues, Zero3Parameter]
-] = {}  # address of a placeholder's memory -> its parameter
+# By address of a placeholder's memory:
+_by_address: dict[int, tuple[ParameterValues, Zero3Parameter]] = {}
 
 
 class ParameterValues:
