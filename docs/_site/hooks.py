@@ -5,10 +5,14 @@ paths and calls that may break where a table is narrow, and options of a command
 import importlib.util
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-import tomllib
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _spec = importlib.util.spec_from_file_location("docs_code", Path(__file__).with_name("code.py"))
 assert _spec is not None and _spec.loader is not None
