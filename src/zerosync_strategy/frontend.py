@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zerosync_strategy.arguments import StrategyArguments
-from zerosync_strategy.core.attached.checkpointing import source_of
+from zerosync_strategy.core.attached.checkpointing import saved_checkpoint
 from zerosync_strategy.core.attached.contents import weights_and_client_state
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.checkpoints.background import after_save, wait_for_save
@@ -125,7 +125,7 @@ def building_model(sharding: AbstractContextManager[None], config: Any, stage: i
     with sharding:
         config_of_transformers = tell_transformers(config) if stage == 3 else None
         yield
-    del config_of_transformers  # transformers does not shard what it builds outside of this context
+    del config_of_transformers  # transformers shards what it builds while this lives, to which it has a weak reference
 
 
 @contextmanager
@@ -202,9 +202,11 @@ def report_failure(error: BaseException) -> None:
         rank_status().record_failure(f"{type(error).__name__}: {error}", error)
 
 
-def source(zerosync: ZeroSync, directory: str | Path, tag: str | None, optimizer_states: bool) -> SavedCheckpoint:
-    """Return the source to verify before ``load_checkpoint`` of the engine is called with these arguments."""
-    return source_of(zerosync._attached, directory, tag, optimizer_states)
+def checkpoint_of(
+    zerosync: ZeroSync, directory: str | Path, tag: str | None, optimizer_states: bool
+) -> SavedCheckpoint:
+    """Return the checkpoint that the engine's ``load_checkpoint`` reads with these arguments, to verify it before."""
+    return saved_checkpoint(zerosync._attached, directory, tag, optimizer_states)
 
 
 def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> AbstractContextManager[None]:

@@ -45,7 +45,7 @@ class Reducer:
         self.needs_reduce = self._streams = False
         self.passes = 0
 
-    def begin_backward(self, last: bool, ready: object = None) -> None:
+    def begin_backward(self, last: bool, first_uses: object, ready: object) -> None:
         self._streams, self.needs_reduce = last, True
 
     def end_backward(self) -> bool:

@@ -23,7 +23,7 @@ class Notes:
         self.keeps_some = True
         self.needs_reduce = self._left = False
 
-    def begin_backward(self, last: bool, ready: object = None) -> None:
+    def begin_backward(self, last: bool, first_uses: object, ready: object) -> None:
         self.calls.append("begin" + " last" * last)
         self.needs_reduce = True
 

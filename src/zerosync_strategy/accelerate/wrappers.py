@@ -43,15 +43,7 @@ def prepare(accelerator: Accelerator, plugin: ZeroSyncPlugin, args: tuple[Any, .
     from deepspeed import DeepSpeedEngine
 
     plugin.patch_process()  # the end of an earlier training may have undone it
-    frontend.prepare_device(accelerator.device.type)
-    if not dist.is_initialized() and get_int_from_env(_WORLD_SIZES, 1) == 1:
-        _become_the_only_rank(accelerator)
-    if dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
-        raise RuntimeError(
-            f"Accelerate takes this process for one of {accelerator.num_processes}, but {dist.get_world_size()} run."
-            " Accelerate's state was made before ZeroSyncPlugin. Make the plugin first, or import"
-            " zerosync_strategy.accelerate first and name it in the launch configuration."
-        )
+    _prepare_ranks(accelerator)
     optimizers = [item for item in args if isinstance(item, (torch.optim.Optimizer, DummyOptim))]
     model = next((item for item in args if isinstance(item, torch.nn.Module)), None)
     result: Any = None
@@ -117,12 +109,24 @@ def _not_compiled_yet(accelerator: Accelerator, plugin: ZeroSyncPlugin) -> Itera
         dynamo.backend = backend
 
 
-def _become_the_only_rank(accelerator: Accelerator) -> None:
-    """Make a process group of one rank, for ``python train.py`` without a launcher: DeepSpeed would look for MPI."""
-    os.environ.setdefault("LOCAL_RANK", "0")
-    backend = "gloo" if accelerator.device.type == "cpu" else "nccl"
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+def _prepare_ranks(accelerator: Accelerator) -> None:
+    """Prepare the device and the process group; without a launcher, make one of one rank: DeepSpeed looks for MPI.
+
+    Raises:
+        RuntimeError: Accelerate counts other processes than there are.
+    """
+    frontend.prepare_device(accelerator.device.type)
+    if not dist.is_initialized() and get_int_from_env(_WORLD_SIZES, 1) == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")
+        backend = "gloo" if accelerator.device.type == "cpu" else "nccl"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if dist.is_initialized() and dist.get_world_size() != accelerator.num_processes:
+        raise RuntimeError(
+            f"Accelerate takes this process for one of {accelerator.num_processes}, but {dist.get_world_size()} run."
+            " Accelerate's state was made before ZeroSyncPlugin. Make the plugin first, or import"
+            " zerosync_strategy.accelerate first and name it in the launch configuration."
+        )
 
 
 class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):

@@ -112,6 +112,15 @@ BLOCK = "zerosync"
 """Name of the optional block in a DeepSpeed configuration that holds these options."""
 WHOLE = "whole"
 """The value of ``elementwise_optimizer`` for an optimizer that needs whole parameters."""
+_SWITCHES = (
+    "coalesce", "overlap_last", "eager_frames", "checkpoint_checksums", "checkpoint_background", "unit_norms",
+)  # fmt: skip
+_CHOICES = {
+    "reduction": ("native", "ordered"),
+    "loss_reduction": ("mean", "sum"),
+    "checkpoint_format": ("deepspeed", "distributed"),
+    "unshard_streams": ("per_group", "own_communicator"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +200,7 @@ class ZeroSyncConfig:
     elementwise_optimizer: bool | str = False
 
     def __post_init__(self) -> None:
-        switches = ("coalesce", "overlap_last", "eager_frames", "checkpoint_checksums", "checkpoint_background")
-        for name in (*switches, "unit_norms"):
+        for name in _SWITCHES:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"ZeroSync option {name!r} takes True or False, got {value!r}.")
         if not isinstance(self.elementwise_optimizer, bool) and self.elementwise_optimizer != WHOLE:
@@ -207,24 +215,13 @@ class ZeroSyncConfig:
                 "ZeroSync option 'unit_modules' takes a list of names of classes, as [\"LlamaDecoderLayer\"], got"
                 f" {names!r}."
             )
-        if self.reduction not in ("native", "ordered"):
-            raise ValueError(f"ZeroSync option 'reduction' takes 'native' or 'ordered', got {self.reduction!r}.")
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"ZeroSync option 'loss_reduction' takes 'mean' or 'sum', got {self.loss_reduction!r}.")
-        if self.checkpoint_format not in ("deepspeed", "distributed"):
-            raise ValueError(
-                "ZeroSync option 'checkpoint_format' takes 'deepspeed' or 'distributed', got"
-                f" {self.checkpoint_format!r}."
-            )
+        for name, values in _CHOICES.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"ZeroSync option {name!r} takes {' or '.join(map(repr, values))}, got {value!r}.")
         if self.checkpoint_background and self.checkpoint_format != "distributed":
             raise ValueError(
                 "ZeroSync option 'checkpoint_background' got True with checkpoint_format='deepspeed', whose files"
                 " DeepSpeed writes. Give checkpoint_format='distributed', too."
-            )
-        if self.unshard_streams not in ("per_group", "own_communicator"):
-            raise ValueError(
-                "ZeroSync option 'unshard_streams' takes 'per_group' or 'own_communicator', got"
-                f" {self.unshard_streams!r}."
             )
         if self.grad_memory_budget is not None and not self.coalesce:
             raise ValueError(

@@ -17,12 +17,12 @@ from torch.nn import Module
 from zerosync_strategy.frontend import (
     DeepSpeedEngine,
     SavedCheckpoint,
+    checkpoint_of,
     handle_of,
     is_distributed,
     load_full,
     one_load,
     one_save,
-    source,
     wait_for_save,
     weights_and_client_state,
     whole_checkpoint,
@@ -182,7 +182,7 @@ def _verified_together(
         sources.append(
             SavedCheckpoint(directories[name], TAG, checksums=True)
             if zerosync is None
-            else source(zerosync, directories[name], TAG, _is_loaded(model.optimizer, optimizers))
+            else checkpoint_of(zerosync, directories[name], TAG, _is_loaded(model.optimizer, optimizers))
         )
     return one_load(sources)
 

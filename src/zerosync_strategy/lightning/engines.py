@@ -176,7 +176,7 @@ def verified_together(
     places = [Path(path), *(directory(path, index) for index in range(1, saved))]
     if zerosyncs:
         pairs = zip(zerosyncs, places, strict=True)
-        return frontend.one_load([frontend.source(zerosync, place, None, True) for zerosync, place in pairs])
+        return frontend.one_load([frontend.checkpoint_of(zerosync, place, None, True) for zerosync, place in pairs])
     return frontend.one_load(
         [SavedCheckpoint(place, None, options.checkpoint_checksums, stage == 3) for place in places]
     )

@@ -88,7 +88,7 @@ def find(
         )
     what = f"read the checkpoint in {path}"
     with attached.activity(f"the attempt to {what}"):
-        tag = verify(source_of(attached, path, tag, optimizer_states))
+        tag = verify(saved_checkpoint(attached, path, tag, optimizer_states))
         if tag is None:
             return None, None
         if is_distributed(folder := Path(path) / tag):
@@ -148,7 +148,9 @@ def loading(attached: AttachedEngine, path: str | Path) -> Iterator[None]:
         together(what, loaded, lambda: "" if any(isinstance(each, NothingReplaced) for each in failed) else HALF_LOADED)
 
 
-def source_of(attached: AttachedEngine, path: str | Path, tag: object, optimizer_states: bool) -> SavedCheckpoint:
+def saved_checkpoint(
+    attached: AttachedEngine, path: str | Path, tag: object, optimizer_states: bool
+) -> SavedCheckpoint:
     """Return what ``load_checkpoint`` with these arguments has to verify."""
     engine, any_ranks = attached.parts.engine, _any_ranks(attached)
     weights_in_shards = zero.stage(engine) == 3

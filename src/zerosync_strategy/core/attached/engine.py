@@ -97,17 +97,17 @@ class AttachedEngine:
         config = bounded(engine, config, dist.get_world_size(group))
         sizes, topology = message_sizes(group, engine.device), Topology(config.node_size, group)
         counter = SentCounter(topology.between)
-        # 4. Gradients: shards, reduction, window. They call the stage, which needs them, so it is made after them.
+        # 4. Gradients: shards, reduction, window.
         names = {param: name for name, param in engine.module.named_parameters()}
         of_stage: Any = PerParamShards if zero.stage(engine) == 3 else FlatShards
         shards = of_stage(engine, config, topology, counter, whole)
         observers = [UnitNorms(shards, names)] if config.unit_norms else []  # may raise: before the module is changed
-        reducer = Reducer(shards, config, names, sizes, lambda: self.stage.first_uses())
+        reducer = Reducer(shards, config, names, sizes, observers)
         changes = LocalChanges(reducer.params, names)
         last = LastBackward(config.overlap_last, engine.gradient_accumulation_steps())
         if not shards.computes_norm and zero.stage(engine) < 3:
             last.expect_none()  # where DeepSpeed computes no norm, the host waits for nothing
-        window = Window(reducer, last, self.activity, lambda opens: self.stage.backward_begins(opens), changes)
+        window = Window(reducer, last, self.activity, changes)
         compilation.keep_out_of_graphs(window.added)
         # 5. Parameters: the stage, with master weights and stepper.
         self.parts = parts = Parts(
@@ -124,9 +124,8 @@ class AttachedEngine:
         stepper, of_module = self.stage.stepper, self.stage.of_module
         self.by_name = StatesByName(engine, stepper, names) if isinstance(stepper, WholeStepper) else None
         budgets = automatic_budgets(engine, config, reducer, of_module)
-        printed = reports if reports.every and dist.get_rank() == 0 else None
-        self.meter = StepMeter(parts, of_module, budgets, printed, observers, lambda: label_of(self, self.all))
-        reducer.on_reduced += [observer.reduced for observer in observers]
+        self.meter = StepMeter(parts, of_module, budgets)
+        self._printed = reports if reports.every and dist.get_rank() == 0 else None
         self.guards = Guards(parts)
         self._compiled: CompiledGradients | None = None  # set when DeepCompile compiles this engine
         self._undo = ExitStack()  # undoes :meth:`begin`, last things first
@@ -261,7 +260,9 @@ class AttachedEngine:
             stage.after_update()
             if self.parts.statistics is not None:
                 self.parts.statistics.share()
-            self.meter.step_done()
+            report = self.meter.step_done()
+            if self._printed is not None:
+                self._printed.note(report, lambda: label_of(self, self.all))
 
     def switch(self, mode: str, switch: Callable[[], None]) -> None:
         """Let the torch optimizer's own ``train()`` or ``eval()`` exchange the weights that it steps. Collective."""

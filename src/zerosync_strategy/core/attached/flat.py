@@ -37,6 +37,7 @@ class FlatStage(Stage):
         owned = OwnedStepper(shards, self.masters) if whole else None
         self.stepper = owned or Stepper(shards, self.masters)
         self.pending = FlatPendingGradients(*parts.of_pending, states=self.states, whole=owned)
+        parts.window.begins = self.backward_begins
         self._times_written = 0  # by steps and checkpoints
 
     @staticmethod
@@ -64,9 +65,6 @@ class FlatStage(Stage):
 
     def backward_begins(self, opens: bool) -> None:
         self.stepper.backward_begins(opens)
-
-    def first_uses(self) -> None:
-        """None is gathered in a backward."""
 
     def pass_issued(self) -> None:
         """Nothing is compared."""

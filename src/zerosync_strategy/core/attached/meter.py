@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from zerosync_strategy.core.attached.stage import Parts
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.failures.rank_state import Cause, Departure
 from zerosync_strategy.core.params.module_parameters import ModuleParameters
-from zerosync_strategy.core.report import StepObserver, StepReport, size_text
+from zerosync_strategy.core.report import StepReport, size_text
 
 _PEAKS = ("peak_unsharded_bytes", "peak_held_bytes", "peak_node_bytes", "peak_host_bytes", "loaded_bytes")
 
@@ -34,19 +34,20 @@ class PrintedReports:
             every, file = int(number), path or file
         self.every, self._file = every, file
 
-    def note(self, step: int, line: Callable[[], str]) -> None:
-        """Report the optimizer step number ``step``, from 1, if its turn has come; ``line`` returns the report."""
-        if step % self.every:
+    def note(self, report: StepReport, label: Callable[[], str]) -> None:
+        """Log ``report``, if its turn has come; ``label`` returns what names the engine."""
+        if report.step % self.every:
             return
+        line = report.line(label())
         if self._file is None:
-            say(line())
+            say(line)
             return
         with open(self._file, "a") as lines:
-            lines.write(f"{line()}\n")
+            lines.write(f"{line}\n")
 
 
 class StepMeter:
-    """Makes and prints a report of each optimizer step of one engine, and passes it to automatic budgets.
+    """Makes a report of each optimizer step of one engine, and lets automatic budgets measure it.
 
     It also reports the engine's progress, even to another thread (``failures/rank_state.py``).
 
@@ -56,19 +57,15 @@ class StepMeter:
             sum.
     """
 
-    def __init__(
-        self, parts: Parts, of_module: ModuleParameters | None, budgets: AutomaticBudgets | None,
-        reports: PrintedReports | None, observers: Sequence[StepObserver], label: Callable[[], str],
-    ) -> None:  # fmt: skip
-        self._parts, self._of_module, self._counts_gathers = parts, of_module, True
-        self.budgets, self._reports, self._observers, self._label = budgets, reports, observers, label
+    def __init__(self, parts: Parts, of_module: ModuleParameters | None, budgets: AutomaticBudgets | None) -> None:
+        self._parts, self._of_module, self.budgets, self._counts_gathers = parts, of_module, budgets, True
         self.steps = 0
         self.report: StepReport | None = None
         self.parameter_bytes = parts.reducer.shards.parameters_floor()
         self.all_once = Sent(*map(sum, zip(*self.parameter_bytes.values(), strict=True)))
 
-    def step_done(self) -> None:
-        """Make the report of the optimizer step, print it if due, and reset the counts."""
+    def step_done(self) -> StepReport:
+        """Return the report of the optimizer step, and reset the counts."""
         window, counter, reducer = self._parts.window, self._parts.counter, self._parts.reducer
         self.steps += 1
         of_module = self._of_module
@@ -77,7 +74,7 @@ class StepMeter:
             needed = of_module.cache.plan.needed(self.parameter_bytes) if self._counts_gathers else Sent()
         floor = reducer.pipeline.sent_floor.plus(needed)
         observed: dict[str, Any] = {}
-        for observer in self._observers:
+        for observer in reducer.observers:
             observed |= observer.report()
         self.report = report = StepReport(
             step=self.steps,
@@ -99,10 +96,9 @@ class StepMeter:
         if of_module is not None:
             of_module.cache.end_window(self.parameter_bytes)  # all that the step has resharded
             of_module.scheduler.issuing.unsharded.reset_peak()
-        if self._reports is not None:
-            self._reports.note(report.step, lambda: report.line(self._label()))
         if self.budgets is not None:
             self.budgets.step_ended()
+        return report
 
     def compiling(self) -> None:
         """Stop counting gathers: DeepCompile's graphs do not count them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -26,6 +26,7 @@ from zerosync_strategy.core.engine.transformers import nothing_is_sharded
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.errors import RankError
 from zerosync_strategy.core.failures.rank_state import Doing
+from zerosync_strategy.core.gradients.reducer import FirstUses
 from zerosync_strategy.core.gradients.stage3 import PerParamShards
 from zerosync_strategy.core.gradients.window import WindowState
 from zerosync_strategy.core.optimizer.edits import write_gathered_to_shards
@@ -82,6 +83,7 @@ class ShardedStage(Stage):
         self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units
         self.updating = self.cache.stepping
         self.is_compiled = False
+        parts.window.begins = self.backward_begins
         of_module.scheduler.in_backward.append(parts.window.reaches_unit)
         of_module.scheduler.issuing.begun.append(parts.reducer.pipeline.begun)
         self._count = of_module.scheduler.issuing.count
@@ -141,15 +143,13 @@ class ShardedStage(Stage):
                 raise RuntimeError(f"{error}\n{_BEGINS_INSIDE}") from error
             raise
 
-    def backward_begins(self, opens: bool) -> None:
+    def backward_begins(self, opens: bool) -> FirstUses | None:
         self.stepper.backward_begins(opens)
         self._count.counter = self._parts.counter
         self.scheduler.order.backward_begins()
-
-    def first_uses(self) -> Mapping[int, int] | None:
         if self.is_compiled or self.cache.plan.holds_all:
             return None  # DeepCompile's graphs are the same on all ranks, and give every parameter a gradient
-        return self.scheduler.order.first_uses()
+        return self.scheduler.order.first_uses
 
     # ---- the step ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.checkpoints.background import StagingMemory
 from zerosync_strategy.core.comm.journal import SentCounter
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
-from zerosync_strategy.core.gradients.reducer import Reducer
+from zerosync_strategy.core.gradients.reducer import FirstUses, Reducer
 from zerosync_strategy.core.gradients.window import Window
 from zerosync_strategy.core.optimizer.edits import MasterWeights
 from zerosync_strategy.core.optimizer.masters import Masters
@@ -91,12 +91,11 @@ class Stage(ABC):
     """Around ``engine.backward``."""
 
     @abstractmethod
-    def backward_begins(self, opens: bool) -> None:
-        """Called when a backward of the window begins; ``opens``: it is the first."""
+    def backward_begins(self, opens: bool) -> FirstUses | None:
+        """Called when a backward of the window begins; ``opens``: it is the first.
 
-    @abstractmethod
-    def first_uses(self) -> Mapping[int, int] | None:
-        """Return when the forward first used each parameter; ``None`` if the backward gathers none on its way."""
+        Return when the forward first used each parameter; ``None`` if the backward gathers none on its way.
+        """
 
     # ---- the step ------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from zerosync_strategy.core.gradients.counts import NUMBERS, ItemCount, LastBack
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 from zerosync_strategy.core.gradients.shards import GradientShards, Norm
 from zerosync_strategy.core.options import ZeroSyncConfig
+from zerosync_strategy.core.report import StepObserver
 
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that may form a single bucket. More bytes form four buckets or more: then the last backward can
@@ -32,6 +33,8 @@ reduce some of them, and packing a bucket copies at most a quarter of the gradie
 too, but a parameter that exceeds it is sent in messages of at least this many bytes."""
 KEPT_BUCKETS = 1
 """Reduced buckets of a backward whose memory is kept, so that its producers do not wait for it yet (L1)."""
+FirstUses = Callable[[], Mapping[int, int]]
+"""Returns, by ``id``, when the forward first used each parameter (``params/unit_order.py``)."""
 
 
 class Reducer:
@@ -40,18 +43,16 @@ class Reducer:
     A gradient is local (in full, on its parameter) until it is reduced. Then its average is in this rank's shard.
 
     Attributes:
-        first_uses: returns, by ``id``, when the forward first used each parameter (``params/unit_order.py``), if the
-            backward gathers parameters between its gradients; else ``None``.
         norm: of the gradients in the shards, for readers after :meth:`settle`.
         items: counts the items over which the gradients of this window are a mean.
-        on_reduced: called when the shards have the averages of all ranks, before the program reads or changes them.
+        observers: told when the shards have the averages of all ranks.
         bucket_bytes: most bytes of a bucket, and of a part of a larger parameter.
         only_adds: the running backward reduces nothing: no work is left for a gradient that has its ``tensor``.
     """
 
     def __init__(
         self, shards: GradientShards, config: ZeroSyncConfig, names: Mapping[nn.Parameter, str], sizes: MessageSizes,
-        first_uses: Callable[[], Mapping[int, int] | None],
+        observers: Sequence[StepObserver],
     ) -> None:  # fmt: skip
         self.shards, self.optimizer, self.layouts = shards, shards.optimizer, shards.layouts
         self.params, self.streams, self.local = shards.params, shards.streams, shards.local
@@ -75,7 +76,7 @@ class Reducer:
                 layout.nodes.connect(layout.params[0].device)
         self.items = ItemCount(config.loss_reduction)
         self.norm = Norm(shards, NUMBERS)
-        self.on_reduced: list[Callable[[], None]] = []
+        self.observers = observers
         self._may_stream = config.gradients.automatic  # the budget may change to one that streams
         self.gradients = [gradient for bucket in self.buckets for gradient in bucket.gradients]
         self._to_stream: deque[GradientBucket] = deque()  # in the running backward
@@ -84,7 +85,7 @@ class Reducer:
         self._has_streams = self.streams.concurrent
         self._hooks: GradientHooks | None = None  # while attached
         self._late: LocalGradient | None = None  # the gradient that began the backward, if its hooks may still run
-        self.first_uses = first_uses
+        self._first_uses: FirstUses | None = None  # of the running backward
         self._reduces_by_module = False  # how the running backward streams: by module, or by gradient
         self.pipeline = ReductionPipeline(shards, ordered, sizes)
 
@@ -102,8 +103,12 @@ class Reducer:
         if self._hooks is not None:
             self._hooks.remove()
 
-    def begin_backward(self, last: bool, ready: LocalGradient | None = None) -> None:
+    def begin_backward(
+        self, last: bool, first_uses: FirstUses | None = None, ready: LocalGradient | None = None
+    ) -> None:
         """Prepare for a backward; ``last``: it is the window's last; ``ready``: a gradient that it has changed already.
+
+        ``first_uses``: ``None`` if the backward gathers no parameters between its gradients.
 
         Raises a ``RuntimeError`` if the backward is being captured into a CUDA graph.
         """
@@ -111,6 +116,7 @@ class Reducer:
         zero.expect_backward(self.optimizer)
         if self._hooks is not None and self._hooks.run_last():
             self._late = ready
+        self._first_uses = first_uses
         for bucket in self.buckets:
             bucket.needs_reduce = True
         self._to_stream = deque(bucket for bucket in self.buckets if last or bucket.level is not Level.WHOLE)
@@ -131,12 +137,12 @@ class Reducer:
         modules, and gradients are completed at different points on different ranks: a rank may not use a parameter
         that another one uses (W4). Then a bucket is reduced after the backward has left the modules that use it.
         """
-        first_uses = self.first_uses()
-        self._reduces_by_module = first_uses is not None
-        if first_uses is None:
+        self._reduces_by_module = self._first_uses is not None
+        if self._first_uses is None:
             for bucket in self._to_stream:
                 bucket.pending = set(bucket.gradients)
             return
+        first_uses = self._first_uses()
         for bucket in self._to_stream:
             # 0: reduced at the end, as no module has used it, or the backward was noticed too late.
             bucket.first_use = 0 if midway else min([first_uses.get(each, 0) for each in bucket.ids])
@@ -296,8 +302,8 @@ class Reducer:
                     part.zero_()
         if self.items.counts and self.layouts:
             self._divide_by_items()
-        for call in self.on_reduced:
-            call()
+        for observer in self.observers:
+            observer.reduced()
         self.shards.hand_over()
         self.norm.changed()
 
@@ -347,7 +353,7 @@ class Reducer:
         """Record that an exception has ended a backward, at a different point on each rank."""
         self.only_adds = False
         if self.is_native:
-            if self.first_uses() is not None:
+            if self._first_uses is not None:
                 self.pipeline.begun.expect()  # the backward may have issued gathers, too
             self.pipeline.begun.abort()
 

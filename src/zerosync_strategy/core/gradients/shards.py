@@ -30,6 +30,7 @@ class GradientShards(ABC):
         whole: the optimizer needs whole parameters: a rank's shards hold the parameters that the rank owns.
 
     Attributes:
+        group: the data-parallel ranks.
         dtype: of the reduction.
         local: the unreduced gradients.
         on_device: ``False``: in host memory, because the optimizer is offloaded.
@@ -44,6 +45,7 @@ class GradientShards(ABC):
         self, engine: DeepSpeedEngine, config: ZeroSyncConfig, topology: Topology, counter: SentCounter, whole: bool
     ) -> None:  # fmt: skip
         self.optimizer, self.topology, self.counter, self.whole = engine.optimizer, topology, counter, whole
+        self.group = zero.data_parallel_group(self.optimizer)
         self.dtype = zero.reduction_dtype(engine)
         self.streams = Streams()
         self.buckets_of: dict[ShardLayout, list[GradientBucket]] = {}
@@ -100,7 +102,7 @@ class GradientShards(ABC):
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> None:
         """Sum ``numbers`` over the data-parallel ranks, in place. Collective."""
-        all_reduce(numbers, zero.data_parallel_group(self.optimizer), self.counter)
+        all_reduce(numbers, self.group, self.counter)
 
     @abstractmethod
     def norm(self, said: torch.Tensor) -> torch.Tensor:

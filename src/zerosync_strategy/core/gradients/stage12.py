@@ -285,10 +285,9 @@ class FlatShards(GradientShards):
         return super().make_buckets(config, limit, common)
 
     def allocate(self) -> None:
-        dtype = zero.accumulation_dtype(self.optimizer)
         for layout in self.layouts:
             device = zero12.flat_parameters(self.optimizer, layout.group_index).device
-            flat = self.local.empty(layout.shard_numel, dtype, device)
+            flat = self.local.empty(layout.shard_numel, self.local.dtype, device)
             zero12.give_gradient_shard(self.optimizer, layout.group_index, flat)
 
     def parts(self, layout: FlatLayout, offset: int, numel: int) -> list[torch.Tensor]:

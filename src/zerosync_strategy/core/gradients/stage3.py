@@ -6,6 +6,7 @@ gradient shards are empty.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from bisect import bisect_right
@@ -133,7 +134,7 @@ class PerParamShards(GradientShards):
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for param in (param for group in zero3_optimizer.param_groups(optimizer) for param in group):
             by_group.setdefault(zero3_optimizer.gradient_group(optimizer, param), []).append(param)
-        everyone = dist.get_world_size(zero.data_parallel_group(optimizer))
+        everyone = dist.get_world_size(self.group)
         layouts: list[PerParamLayout | OwnedLayout] = []
         for process_group, params in by_group.items():
             # The loss is the mean over all data-parallel ranks, and so is its gradient, however few share a parameter.
@@ -160,10 +161,10 @@ class PerParamShards(GradientShards):
         return sorted(buckets, key=lambda bucket: -max(map(zero3.param_id, bucket.params)))
 
     def allocate(self) -> None:  # DeepSpeed keeps its own
-        dtype = zero.accumulation_dtype(self.optimizer)
         for layout in self.layouts:
             if isinstance(layout, OwnedLayout):
-                self.owned[layout] = self.local.empty(layout.shard_numel, dtype, layout.params[0].device)
+                device = layout.params[0].device
+                self.owned[layout] = self.local.empty(layout.shard_numel, self.local.dtype, device)
 
     def parts(self, layout: PerParamLayout | OwnedLayout, offset: int, numel: int) -> list[torch.Tensor]:
         if isinstance(layout, OwnedLayout):
@@ -191,7 +192,7 @@ class PerParamShards(GradientShards):
     def layout_of(self, param: nn.Parameter) -> OwnedLayout:
         return next(layout for layout in self.layouts if isinstance(layout, OwnedLayout) and param in layout.owners)
 
-    @property
+    @functools.cached_property
     def computes_norm(self) -> bool:
         """Whether the norm is computed here, from the shards of all ranks, which together have each element once."""
         return self.on_device and not zero3_optimizer.is_model_parallel(self.optimizer)

@@ -32,7 +32,7 @@ from zerosync_strategy.core.failures.misused_gradients import LocalChanges
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.gradients.buckets import LocalGradient
 from zerosync_strategy.core.gradients.counts import LastBackward
-from zerosync_strategy.core.gradients.reducer import Reducer
+from zerosync_strategy.core.gradients.reducer import FirstUses, Reducer
 
 
 class WindowState(enum.Enum):
@@ -64,7 +64,6 @@ class Window:
     Args:
         last: which backward is the last, and may reduce while it runs.
         activity: a context around what may communicate; it records what this rank does (W4).
-        begins: called when a backward begins; its argument says whether the backward opens the window.
         changes: finds edits of local gradients by the program.
 
     Attributes:
@@ -74,16 +73,17 @@ class Window:
         unused: backwards whose gradients are neither reduced nor dropped.
         reductions, early_reductions: passes over the gradients, and how many of them ran during a backward.
         seconds: host time in reductions.
+        begins: called when a backward begins, with whether it opens the window; see :meth:`Stage.backward_begins`.
         dropped: backwards of the most recently dropped window, until the next backward; for errors.
         interrupted: an exception has ended a backward; the code that cleans up after it sets this to ``False``.
     """
 
     def __init__(
         self, reducer: Reducer, last: LastBackward, activity: Callable[[str], AbstractContextManager[None]],
-        begins: Callable[[bool], None] = lambda _: None, changes: LocalChanges | None = None,
+        changes: LocalChanges | None = None,
     ) -> None:  # fmt: skip
-        self._reducer, self.last = reducer, last
-        self._activity, self._begins = activity, begins
+        self._reducer, self.last, self._activity = reducer, last, activity
+        self.begins: Callable[[bool], FirstUses | None] = lambda opens: None
         self.changes = changes or LocalChanges((), {})
         self.state = WindowState.CLOSED
         self._aborted: str | None = None  # why the last window was dropped, for the error of a step that follows
@@ -201,8 +201,8 @@ class Window:
             )
         self.changes.check(but=None if ready is None else ready.param)
         is_last = self.last.is_next()
-        self._reducer.begin_backward(is_last, ready)  # may raise; then nothing has begun
-        self._begins(self.state is WindowState.CLOSED)
+        first_uses = self.begins(self.state is WindowState.CLOSED)
+        self._reducer.begin_backward(is_last, first_uses, ready)  # may raise; then no backward of the window has begun
         self._enter(WindowState.OPEN)
         self._backward = _Backward.OURS
         self.backwards += 1

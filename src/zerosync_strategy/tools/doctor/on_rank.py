@@ -119,7 +119,7 @@ def _train(stage: int, device: torch.device) -> None:
 
 
 def bandwidth(device: torch.device) -> None:
-    """Measure the bus bandwidth of the two collectives, as nccl-tests counts it: f of all bytes over the seconds."""
+    """Measure the bus bandwidth of the two collectives, as nccl-tests counts it: what a rank sends by the seconds."""
     world_size = dist.get_world_size()
     for nbytes in LARGE[device.type]:
         part = torch.ones(nbytes // 4 // world_size, device=device)

@@ -74,7 +74,7 @@ class Ledger:
             known = self._known[key] = _Storage(reference, _kind(sys._getframe(1)), storage.nbytes())
             self._add(known.kind, known.nbytes)
 
-    def is_gradient(self, tensor: torch.Tensor) -> None:
+    def note_gradient(self, tensor: torch.Tensor) -> None:
         """Count memory that autograd allocated for ``tensor`` as a gradient; views of buffers keep their kind."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         if known is not None and known.kind == "activations":

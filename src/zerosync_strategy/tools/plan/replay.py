@@ -165,7 +165,7 @@ def _steps(
 
     def note(param: torch.Tensor) -> None:
         if param.grad is not None:
-            ledger.is_gradient(param.grad)
+            ledger.note_gradient(param.grad)
 
     for param in filter(lambda param: param.requires_grad, engine.module.parameters()):
         param.register_post_accumulate_grad_hook(note)
