@@ -116,7 +116,7 @@ def share_process_group() -> None:
 
 @contextmanager
 def building_model(sharding: AbstractContextManager[None], config: Any, stage: int) -> Iterator[None]:
-    """Wrap the building of a model, which ZeRO-3 shards meanwhile.
+    """Around the building of a model, which ZeRO-3 shards meanwhile.
 
     ``sharding`` is the framework's own context, which enters ``zero.Init`` and may complete the DeepSpeed configuration
     ``config``.
@@ -130,7 +130,7 @@ def building_model(sharding: AbstractContextManager[None], config: Any, stage: i
 
 @contextmanager
 def building_engine(strategy: Any = None) -> Iterator[None]:
-    """Wrap the building of an engine, for one of Lightning's ``strategy`` or for another framework.
+    """Around the building of an engine, for one of Lightning's ``strategy`` or for another framework.
 
     Lightning gives DeepSpeed the index of the root device as the local rank; on the CPU, devices get an index here.
     """
@@ -188,7 +188,7 @@ def handle_of(value: object) -> ZeroSync | None:
 
 
 def activity(what: object) -> AbstractContextManager[None]:
-    """Wrap what a frontend does that may communicate (W4)."""
+    """Around what a frontend does that may communicate (W4)."""
     return rank_status().activity(what)
 
 
@@ -210,7 +210,7 @@ def checkpoint_of(
 
 
 def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> AbstractContextManager[None]:
-    """Wrap a save or load by the first of ``zerosyncs``, so that it includes parameters that no engine trains.
+    """Around a save or load by the first of ``zerosyncs``, so that it includes parameters that no engine trains.
 
     ZeRO-3 saves and loads a parameter that is in no optimizer only if it is frozen.
     """

@@ -142,7 +142,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
 
     @contextmanager
     def filled_in(self, prepared: Iterable[Any]) -> Iterator[None]:
-        """Wrap ``prepare(*prepared)``: replace values of "auto" for which Accelerate would raise or choose badly."""
+        """Around ``prepare(*prepared)``: replace values of "auto" for which Accelerate would raise or choose badly."""
         config, filled = self.deepspeed_config, self._filled
         if any(isinstance(item, torch.nn.Module) for item in prepared):
             # Undo the replacements of "auto" that were made for another model.

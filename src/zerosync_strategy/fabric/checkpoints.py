@@ -172,7 +172,7 @@ def _found(path: str | Path, name: str, models: dict[str, DeepSpeedEngine]) -> P
 def _verified_together(
     directories: dict[str, Path], models: dict[str, DeepSpeedEngine], optimizers: dict[str, Any]
 ) -> AbstractContextManager[None]:
-    """Wrap the loading of models, and verify their checkpoints. A single model with an optimizer does so itself."""
+    """Around the loading of models: checkpoints are verified first. One model with an optimizer does so itself."""
     trained = [model for model in models.values() if not isinstance(model, PreparedModule)]
     if len(models) == len(trained) == 1:
         return nullcontext()

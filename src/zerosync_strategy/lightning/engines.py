@@ -170,7 +170,7 @@ class ShardedEvaluationOverrides(EvaluationOverrides):
 def verified_together(
     zerosyncs: list[ZeroSync], path: str | Path, saved: int, options: ZeroSyncConfig, stage: int
 ) -> AbstractContextManager[None]:
-    """Wrap the loading of the checkpoints of ``saved`` engines, and verify them. A single one in training does so."""
+    """Around the loading of ``saved`` engines: their checkpoints are verified first. One in training does so itself."""
     if len(zerosyncs) == 1 or not Path(path).is_dir():
         return nullcontext()
     places = [Path(path), *(directory(path, index) for index in range(1, saved))]

@@ -63,7 +63,7 @@ def check_local_gradients(trainer: Trainer, zerosyncs: Sequence[ZeroSync], hooks
 
 @contextmanager
 def others_unchanged(zerosyncs: Sequence[ZeroSync], own: ZeroSync) -> Iterator[None]:
-    """Wrap hooks before the step of ``own``: gradients of other optimizers are not averaged yet, and must not change.
+    """Around hooks before the step of ``own``: gradients of other optimizers are not averaged yet, and must not change.
 
     Raises:
         MisconfigurationException: such a gradient was changed.
@@ -167,7 +167,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
 
     @contextmanager
     def _gradients_for(self, model: LightningModule, zerosync: ZeroSync, *hooks: str) -> Iterator[None]:
-        """Wrap calls of ``hooks``: if one is overridden, the parameters have their averaged gradients."""
+        """Around calls of ``hooks``: if one is overridden, the parameters have their averaged gradients."""
         strategy: Any = model.trainer.strategy
         if strategy.gradient_hooks.isdisjoint(hooks):
             yield

@@ -361,7 +361,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         frontend.after_save(lambda: super(ZeroSyncStrategy, self).remove_checkpoint(filepath))
 
     def _whole_checkpoint(self) -> AbstractContextManager[None]:
-        """Wrap a save or load by the first engine, so that it includes the whole module."""
+        """Around a save or load by the first engine, so that it includes the whole module."""
         assert self.lightning_module is not None
         if not (self.zero_stage_3 and self.zerosyncs):
             return nullcontext()

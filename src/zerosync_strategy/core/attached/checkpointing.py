@@ -214,7 +214,7 @@ def check_full_state_dict(attached: AttachedEngine) -> None:
 
 @contextmanager
 def checkpointing(attached: AttachedEngine, what: str, stock: bool = True) -> Iterator[None]:
-    """Context of reading or writing shards, with ``stock`` in DeepSpeed's layout, else in a step's. Collective."""
+    """Around reads or writes of shards, with ``stock`` in DeepSpeed's layout, else in a step's. Collective."""
     # Trained parameters are saved and loaded with the optimizer, even if they are frozen now.
     apart, trained = attached.apart("checkpoints"), requiring_grad(attached.parts.reducer.params, True)
     with apart, attached.activity(f"the attempt to {what}"), trained:

@@ -202,7 +202,7 @@ class AttachedEngine:
 
     @contextmanager
     def backward(self, is_last: bool | None) -> Iterator[None]:
-        """Context of ``engine.backward``. ``is_last``: of DeepSpeed's own accumulation; ``None``: it has none."""
+        """Around ``engine.backward``. ``is_last``: of DeepSpeed's own accumulation; ``None``: it has none."""
         with self.stage.backward():
             if is_last is not None:
                 self.parts.window.expect_last(is_last)
@@ -317,12 +317,12 @@ class AttachedEngine:
 
     @contextmanager
     def apart(self, section: str) -> Iterator[None]:
-        """Context: what is sent inside is not part of a step, and counts for the outermost ``section``."""
+        """Around what is no part of a step: what is sent inside counts for the outermost ``section``."""
         with self.stage.reading(), self.parts.counter.apart(section):
             yield
 
     def activity(self, what: object) -> AbstractContextManager[None]:
-        """Context of what may communicate, for errors (W4)."""
+        """Around what may communicate, for errors (W4)."""
         return Activity(self._rank_status, what, self._position, self.meter)
 
     def _position(self) -> str:

@@ -131,7 +131,7 @@ class ShardedStage(Stage):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of a backward or a forward; after an exception, what it has gathered is resharded."""
+        """Around a backward or a forward; after an exception, what it has gathered is resharded."""
         try:
             yield
         except RankError:

@@ -54,7 +54,7 @@ def verify(source: SavedCheckpoint) -> str | None:
 
 @contextmanager
 def one_load(sources: Sequence[SavedCheckpoint]) -> Iterator[None]:
-    """Wrap calls that load ``sources`` of one save: all are verified before the first is loaded. Collective."""
+    """Around calls that load ``sources`` of one save: all are verified before the first is loaded. Collective."""
     with rank_status().activity(f"the attempt to read the checkpoint in {sources[0].directory}"):
         tags = _agree(sources)
     _verified.update({(source.directory, source.tag): tag for source, tag in zip(sources, tags, strict=True)})

@@ -99,7 +99,7 @@ class EngineSave:
 
     @contextmanager
     def writing(self, path: str | None = None) -> Iterator[None]:
-        """Context of writing a file. Keeps an error until this rank has joined the others in DeepSpeed's barrier."""
+        """Around the writing of a file. Keeps an error until this rank has joined the others in DeepSpeed's barrier."""
         try:
             yield
         except Exception as error:
@@ -255,7 +255,7 @@ _current: _Save | None = None
 
 @contextmanager
 def one_save() -> Iterator[None]:
-    """Context of the calls that save one checkpoint, of one or several engines. Collective.
+    """Around the calls that save one checkpoint, of one or several engines. Collective.
 
     The checkpoint is complete at the end, or when the save in the background has ended. Until then, and if anything is
     raised, loading it is refused. If a rank could not write, every rank raises a ``CheckpointError``.
@@ -292,7 +292,7 @@ def one_save() -> Iterator[None]:
 
 @contextmanager
 def engine_save(engine: EngineSave, verifiable: bool) -> Iterator[None]:
-    """Context of the save of one engine. Collective.
+    """Around the save of one engine. Collective.
 
     Every rank raises a ``CheckpointError`` if one could not write. Another error raises it on this rank alone.
     """

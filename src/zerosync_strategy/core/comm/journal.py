@@ -83,7 +83,7 @@ class SentCounter:
                     self._calls["isend", nbytes, process_group, peer] += 1
 
     def apart(self, section: str) -> AbstractContextManager[None]:
-        """Context: what is sent inside is not part of a step, and counts for the outermost ``section``."""
+        """Around what is no part of a step: what is sent inside counts for the outermost ``section``."""
         is_outermost = self._calls is self._of_step
         return replaced(self, "_calls", self._apart[section] if is_outermost else self._calls)
 
@@ -194,7 +194,7 @@ def awaited() -> Exchange | None:
 
 
 class Waiting:
-    """Context of a wait for a collective, or an ``exchange`` of messages. A class costs less than a generator."""
+    """Around a wait for a collective, or an ``exchange`` of messages. A class costs less than a generator."""
 
     __slots__ = ("_before", "_exchange", "_label")
 

@@ -104,7 +104,7 @@ class Streams:
 
     @contextmanager
     def on_reduction_stream(self, events: Iterable[torch.Event] | None = None) -> Iterator[None]:
-        """Context: issue to the reduction stream, after ``events``; by default after the caller's work so far (B1)."""
+        """While active, issue to the reduction stream after ``events``, by default the caller's work so far (B1)."""
         if self._reduction is None:
             yield
             return

@@ -138,7 +138,7 @@ class RankStatus:
     def activity(
         self, what: object, position: Callable[[], str] | None = None, progress: Progress | None = None
     ) -> AbstractContextManager[None]:
-        """Wrap what may communicate; replaces a communication error by a ``RankError``.
+        """Around what may communicate; replaces a communication error by a ``RankError``.
 
         Args:
             what: what this rank does; converted to text only when something fails.

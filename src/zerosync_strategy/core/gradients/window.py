@@ -106,7 +106,7 @@ class Window:
 
     @contextmanager
     def engine_backward(self, begins: bool = True) -> Iterator[None]:
-        """Wrap ``engine.backward``. An exception drops the window, because its gradients are incomplete.
+        """Around ``engine.backward``. An exception drops the window, because its gradients are incomplete.
 
         With ``begins=False``, the backward may concern other engines only. It belongs to this window from the first
         gradient of this engine on.
