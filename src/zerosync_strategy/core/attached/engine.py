@@ -35,7 +35,7 @@ from zerosync_strategy.core.attached.flat import FlatStage
 from zerosync_strategy.core.attached.guards import Guards
 from zerosync_strategy.core.attached.meter import PrintedReports, StepMeter, label_of
 from zerosync_strategy.core.attached.sharded import ShardedStage
-from zerosync_strategy.core.attached.stage import Parts, Stage
+from zerosync_strategy.core.attached.stage import EngineParts, Stage
 from zerosync_strategy.core.attached.statistics import RunningStatistics
 from zerosync_strategy.core.checkpoints import background
 from zerosync_strategy.core.checkpoints.background import StagingMemory, wait_for_save
@@ -110,7 +110,7 @@ class AttachedEngine:
         window = Window(reducer, last, self.activity, changes)
         compilation.keep_out_of_graphs(window.added)
         # 5. Parameters: the stage, with master weights and stepper.
-        self.parts = parts = Parts(
+        self.parts = parts = EngineParts(
             engine, config, names, reducer, window, MasterWeights(shards.streams),
             RunningStatistics.of(engine.module, group, counter), counter,
             StagingMemory() if config.checkpoint_background else None, self.activity, self.apart,

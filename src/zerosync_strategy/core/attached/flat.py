@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from zerosync_strategy.core.attached.stage import Parts, Stage
+from zerosync_strategy.core.attached.stage import EngineParts, Stage
 from zerosync_strategy.core.engine import zero, zero3, zero12
 from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.rank_state import Doing
@@ -30,7 +30,7 @@ class FlatStage(Stage):
 
     masters: FlatMasters
 
-    def __init__(self, parts: Parts, shards: FlatShards, whole: bool) -> None:
+    def __init__(self, parts: EngineParts, shards: FlatShards, whole: bool) -> None:
         self._parts, self._shards, self._optimizer = parts, shards, shards.optimizer
         self.masters = FlatMasters(shards, lambda: parts.reducer.pipeline.windows_closed)
         self.states = StripedStates(shards)

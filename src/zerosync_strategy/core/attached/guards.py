@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from zerosync_strategy.core.attached.stage import Parts
+from zerosync_strategy.core.attached.stage import EngineParts
 from zerosync_strategy.core.engine import zero
 
 
@@ -22,7 +22,7 @@ class Guards:
         is_preparing: on stage 3, DeepSpeed prepares or ends a forward.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self.trained, self._gradients = frozenset(parts.reducer.params), parts.reducer.gradients
         engine = parts.engine
         self.needs_every_gradient = zero.needs_every_gradient(engine)

@@ -11,7 +11,7 @@ import torch
 
 from zerosync_strategy.core.announcement import REPORT, say
 from zerosync_strategy.core.attached.budgets import AutomaticBudgets
-from zerosync_strategy.core.attached.stage import Parts
+from zerosync_strategy.core.attached.stage import EngineParts
 from zerosync_strategy.core.comm.nodes import Sent
 from zerosync_strategy.core.failures.rank_state import Cause, Departure
 from zerosync_strategy.core.params.module_parameters import ModuleParameters
@@ -57,7 +57,9 @@ class StepMeter:
             sum.
     """
 
-    def __init__(self, parts: Parts, of_module: ModuleParameters | None, budgets: AutomaticBudgets | None) -> None:
+    def __init__(
+        self, parts: EngineParts, of_module: ModuleParameters | None, budgets: AutomaticBudgets | None
+    ) -> None:
         self._parts, self._of_module, self.budgets, self._counts_gathers = parts, of_module, budgets, True
         self.steps = 0
         self.report: StepReport | None = None

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import nn
 
-from zerosync_strategy.core.attached.stage import Parts, Stage
+from zerosync_strategy.core.attached.stage import EngineParts, Stage
 from zerosync_strategy.core.comm.nodes import MessageSizes, Topology
 from zerosync_strategy.core.engine import (
     compilation,
@@ -66,7 +66,7 @@ class ShardedStage(Stage):
     scheduler: GatherScheduler
 
     def __init__(
-        self, parts: Parts, shards: PerParamShards, whole: bool, sizes: MessageSizes, topology: Topology,
+        self, parts: EngineParts, shards: PerParamShards, whole: bool, sizes: MessageSizes, topology: Topology,
         is_constant: Callable[[nn.Parameter], bool],
     ) -> None:  # fmt: skip
         engine, config, reducer = parts.engine, parts.config, parts.reducer

@@ -31,7 +31,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """The parts of an attached engine that its stage uses.
 
     Attributes:

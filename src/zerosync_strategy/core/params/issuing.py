@@ -238,11 +238,10 @@ class ParameterGather:
     def wait(self) -> None:
         """Make the current stream wait for this gather; on a device without streams, make the host wait.
 
-        Raise ``RankError`` if other ranks did not take part in it, and whenever it is waited for again.
+        Further streams :meth:`join`. Raise ``RankError`` if other ranks did not take part in it, and whenever it is
+        waited for again.
         """
         if self.is_done:
-            if self.event is not None:
-                self._gather_streams.wait_for_unshard(self.event)
             return
         self._arrive()
         if self._stream is not None:

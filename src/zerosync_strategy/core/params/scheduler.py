@@ -118,8 +118,7 @@ class GatherScheduler:
                 self.streams.gathers_wait_for_writes(self._gather_streams)
                 group = param._zerosync_record.group
                 with self.issuing.on(group):
-                    copies.renew(param)
-                    self.streams.record_write()  # readers outside of gathers wait for it, too
+                    copies.renew(param)  # a reader waits for this stream
                 self.streams.record_stream_for_gathers(param.data, group.stream)
 
     # ---- issuing -------------------------------------------------------------------------------------------------
