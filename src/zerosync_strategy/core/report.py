@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
 
 from zerosync_strategy.core.comm.journal import Traffic
 from zerosync_strategy.version import __version__
-
-
-class StepObserver(Protocol):
-    """Looks at the gradients of each step, and adds to its report. ``attached/engine.py`` makes and registers it."""
-
-    def reduced(self) -> None:
-        """Called when the shards have the averages of all ranks, before the program changes or clips them. Collective.
-
-        Called again if the gradients are dropped and new ones come.
-        """
-
-    def report(self) -> dict[str, Any]:
-        """Return attributes of the step's :class:`StepReport`. Sends nothing."""
 
 
 @dataclass(frozen=True)

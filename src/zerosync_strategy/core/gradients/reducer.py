@@ -12,6 +12,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +26,6 @@ from zerosync_strategy.core.gradients.counts import NUMBERS, ItemCount, LastBack
 from zerosync_strategy.core.gradients.pipeline import ReductionPipeline
 from zerosync_strategy.core.gradients.shards import GradientShards, Norm
 from zerosync_strategy.core.options import ZeroSyncConfig
-from zerosync_strategy.core.report import StepObserver
 
 SMALL_BYTES = 4 * 2**20
 """Bytes of gradients that may form a single bucket. More bytes form four buckets or more: then the last backward can
@@ -35,6 +35,19 @@ KEPT_BUCKETS = 1
 """Reduced buckets of a backward whose memory is kept, so that its producers do not wait for it yet (L1)."""
 FirstUses = Callable[[], Mapping[int, int]]
 """Returns, by ``id``, when the forward first used each parameter (``params/unit_order.py``)."""
+
+
+class StepObserver(Protocol):
+    """Looks at the gradients of each step, and adds to its report. ``attached/engine.py`` makes it."""
+
+    def reduced(self) -> None:
+        """Called when the shards have the averages of all ranks, before the program changes or clips them. Collective.
+
+        Called again if the gradients are dropped and new ones come.
+        """
+
+    def report(self) -> dict[str, Any]:
+        """Return attributes of the step's :class:`StepReport`. Sends nothing."""
 
 
 class Reducer:
