@@ -98,8 +98,9 @@ class Reducer:
         self._has_streams = self.streams.concurrent
         self._hooks: GradientHooks | None = None  # while attached
         self._late: LocalGradient | None = None  # the gradient that began the backward, if its hooks may still run
-        self._first_uses: FirstUses | None = None  # of the running backward
-        self._reduces_by_module = False  # how the running backward streams: by module, or by gradient
+        self._first_uses: FirstUses | None = (
+            None  # of the running backward; None: it streams by gradient, not by module
+        )
         self.pipeline = ReductionPipeline(shards, ordered, sizes)
 
     def gradients_floor(self) -> Sent:
@@ -116,9 +117,7 @@ class Reducer:
         if self._hooks is not None:
             self._hooks.remove()
 
-    def begin_backward(
-        self, last: bool, first_uses: FirstUses | None = None, ready: LocalGradient | None = None
-    ) -> None:
+    def begin_backward(self, last: bool, first_uses: FirstUses | None, ready: LocalGradient | None) -> None:
         """Prepare for a backward; ``last``: it is the window's last; ``ready``: a gradient that it has changed already.
 
         ``first_uses``: ``None`` if the backward gathers no parameters between its gradients.
@@ -150,7 +149,6 @@ class Reducer:
         modules, and gradients are completed at different points on different ranks: a rank may not use a parameter
         that another one uses (W4). Then a bucket is reduced after the backward has left the modules that use it.
         """
-        self._reduces_by_module = self._first_uses is not None
         if self._first_uses is None:
             for bucket in self._to_stream:
                 bucket.pending = set(bucket.gradients)
@@ -174,7 +172,7 @@ class Reducer:
             return False
         if self._has_streams:
             self.streams.record_grad_ready(bucket.grad_ready, bucket.spare_events)
-        if self._reduces_by_module:
+        if self._first_uses is not None:
             return False
         bucket.pending -= {gradient}
         return not self._to_stream[0].pending
@@ -184,7 +182,7 @@ class Reducer:
         self._stream(lambda bucket: not bucket.pending)
 
     def needs_reduce_behind(self, behind: int) -> bool:
-        return bool(self._to_stream) and self._reduces_by_module and self._to_stream[0].first_use > behind
+        return bool(self._to_stream) and self._first_uses is not None and self._to_stream[0].first_use > behind
 
     def reduce_behind(self, behind: int) -> None:
         """Reduce the buckets first used after ``behind`` (the same on every rank), in a backward that streams."""
