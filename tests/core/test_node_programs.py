@@ -256,6 +256,7 @@ def other_options(stage: int, budget: Any, _: Path) -> Errors:
     ):  # fmt: skip
         case = Case(stage, budget, **given)
         case.train()
+        assert stage < 3 or case.zerosync.report.peak_node_bytes > 0, given
         yield case.error()
 
 

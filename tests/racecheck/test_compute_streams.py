@@ -19,10 +19,10 @@ WIDTH = 16
 class Shared(nn.Module):
     """Layers of which each runs on every stream, and each on another one first. With gradients, on one stream."""
 
-    def __init__(self, streams: list[Stream]) -> None:
+    def __init__(self, streams: list[Stream], bias: bool = True) -> None:
         super().__init__()
         self.streams = streams
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias) for _ in range(4))
         self.forwards = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,14 +47,14 @@ class Shared(nn.Module):
         return torch.stack(values).sum(0)
 
 
-def findings(stage: int, zero: dict[str, Any], ours: dict[str, Any], steps: int = 5) -> list[str]:
+def findings(stage: int, zero: dict[str, Any], ours: dict[str, Any], bias: bool = True) -> list[str]:
     with simulate() as simulation:
         torch.manual_seed(0)
-        net = Shared([Stream(name=f"compute {index}") for index in range(3)])
+        net = Shared([Stream(name=f"compute {index}") for index in range(3)], bias)
         small = {"overlap_comm": True, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 0}
         engine = make_engine(net, torch.optim.AdamW(net.parameters()), stage, {**small, **zero})
         attach(engine, **ours)
-        for _ in range(steps):
+        for _ in range(5):
             for micro_batch in range(2):
                 if micro_batch == 0:
                     with torch.no_grad():
@@ -76,10 +76,17 @@ HOST = {"param_memory_budget": {"device": 4 * WIDTH * WIDTH, "host": "all"}}
         ({"param_memory_budget": "all"}, {}),
         (FEW_HELD, {"stage3_param_persistence_threshold": 100}),
         (HOST, {"stage3_param_persistence_threshold": 100, "stage3_max_reuse_distance": 0}),
+        ({}, {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}),
     ],
 )
 def test_stage_3(ours: dict[str, Any], zero: dict[str, Any]) -> None:
     assert run_ranks(lambda: findings(3, zero, ours)) == [[], []]
+
+
+def test_what_deepspeed_gathers() -> None:
+    """For a gather of one parameter, it does not keep the memory from which we copy the values."""
+    zero = {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0}
+    assert run_ranks(lambda: findings(3, zero, {}, bias=False)) == [[], []]
 
 
 def test_node_shards_are_filled_before_another_stream_reads_them() -> None:

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.networks import matrices
@@ -70,3 +72,42 @@ def batch(k: int, of_rank: int, width: int) -> torch.Tensor:
 @pytest.mark.parametrize(("width", "buffers"), [(16, 0), (17, 2)])  # rows of 512 and of 580 bytes
 def test_two_receive_buffers(width: int, buffers: int, frozen: bool) -> None:
     assert run_ranks(train, width, frozen) == [(0.0, buffers, [])] * 2
+
+
+class ReadsAnother(nn.Module):
+    """Its second forward reads another module's weight on a stream of its own, in a function of C++."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.side, self.reads = Stream(name="side"), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reads:
+            main = get_accelerator().current_stream()
+            with get_accelerator().stream(self.side), torch.no_grad():
+                dist._broadcast_coalesced(dist.group.WORLD, [self.other.weight], 1 << 20, 0)
+            main.wait_stream(self.side)
+        out: torch.Tensor = self.other(self.first(x)).square().mean()
+        return out
+
+
+def test_what_a_module_reads_has_its_values_in_cpp_too() -> None:
+    """Its reader's stream waits at the read: past ``__torch_function__`` nothing does."""
+
+    def run() -> list[str]:
+        with simulate() as simulation:
+            start()
+            net = ReadsAnother()
+            zero = {"overlap_comm": True, "stage3_param_persistence_threshold": 0}
+            engine = make_engine(net, torch.optim.AdamW(net.parameters()), 3, zero)
+            attach(engine, param_memory_budget="all")
+            for _ in range(2):
+                net.side.wait_stream(get_accelerator().current_stream())  # for the last step, as plain torch needs it
+                for net.reads in (False, True):
+                    engine.backward(engine(torch.randn(2, 16)))
+                engine.step()
+            # The simulation does not see how that function waits for its own collective.
+            return [found for found in map(str, simulation.findings) if "all_gather" in found]
+
+    assert run_ranks(run) == [[], []]

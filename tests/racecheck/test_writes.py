@@ -114,7 +114,7 @@ def findings(write: Callable[[Any], None], noted: bool) -> list[str]:
     dtype = torch.bfloat16 if noted else torch.float32
     with simulate() as simulation:
         net, mine = network(), Stream(name="mine")
-        zero = {"overlap_comm": True, "stage3_param_persistence_threshold": 0}
+        zero = {"overlap_comm": True, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
         engine = make_engine(net, adamw(net), 3, zero, bf16={"enabled": noted})
         for param in net.parameters():
             param.ds_tensor.data.mul_(0.5)  # as where a checkpoint was loaded before

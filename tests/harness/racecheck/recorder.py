@@ -318,12 +318,13 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "namespace", "") == "c10d":
-            return self._recorder.collective(func, args, kwargs)
-        out = func(*args, **kwargs)
-        _count_foreach(func, args)
-        self._recorder.operator(func, args, kwargs, out)
-        return out
+        with torch._C.DisableTorchFunctionSubclass():  # a device sees memory: what a subclass would do comes too late
+            if getattr(func, "namespace", "") == "c10d":
+                return self._recorder.collective(func, args, kwargs)
+            out = func(*args, **kwargs)
+            _count_foreach(func, args)
+            self._recorder.operator(func, args, kwargs, out)
+            return out
 
 
 def _count_foreach(func: Any, args: tuple[Any, ...]) -> None:

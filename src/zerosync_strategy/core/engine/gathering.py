@@ -254,10 +254,13 @@ def from_host(
 
 
 @for_training
-def by_deepspeed(params: Sequence[Zero3Parameter], in_storage: bool = True) -> Callable[[torch.Stream | None], None]:
-    """Gather ``params``, of one process group, as DeepSpeed does; return a function that waits and sets their values.
+def by_deepspeed(
+    params: Sequence[Zero3Parameter], in_storage: bool = True
+) -> tuple[Callable[[torch.Stream | None], None], list[Record]]:
+    """Gather ``params``, of one process group, as DeepSpeed does. Collective.
 
-    The function takes the current stream. For shards on NVMe, quantized, of hpZ, or on this rank alone. ``in_storage``:
+    For shards on NVMe, quantized, of hpZ, or on this rank alone. Return a function that waits and sets their values on
+    the current stream, which it takes; and the records of those that it copies out of received memory. ``in_storage``:
     set to values in their storages (:class:`UnitStorage`).
     """
     handle = params[0].all_gather_coalesced(list(params))
@@ -280,7 +283,7 @@ def by_deepspeed(params: Sequence[Zero3Parameter], in_storage: bool = True) -> C
                 param.data = values
                 restore_versions((record,))
 
-    return copy_out
+    return copy_out, [] if is_alone or not in_storage else list(map(record_of, params))
 
 
 def _is_on_device(param: Zero3Parameter) -> bool:

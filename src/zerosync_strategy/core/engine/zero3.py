@@ -262,7 +262,7 @@ def own_shard(param: Zero3Parameter) -> torch.Tensor:
 def has_plain_shard(param: Zero3Parameter) -> bool:
     """Return whether the shard of ``param`` has plain values, in memory and once: not quantized, on NVMe, or of hpZ."""
     shard = param.ds_tensor
-    return not (shard.final_location is not None or has_secondary_shard(param) or is_quantized(param))
+    return not (shard.final_location == "nvme" or has_secondary_shard(param) or is_quantized(param))
 
 
 def has_secondary_shard(param: nn.Parameter) -> bool:

@@ -293,7 +293,7 @@ class BegunCollectives:
         self._expected = True
 
     def add(self, process_group: ProcessGroup) -> None:
-        """Count a collective that this rank begins; after an aborted window, :meth:`compare_aborted` first."""
+        """Count a collective that this rank sends next; after an aborted window, :meth:`compare_aborted` first."""
         if self._aborted is not None:
             self.compare_aborted()
         self._begun[process_group] += 1

@@ -112,7 +112,6 @@ class ReductionPipeline:
         """Launch the reductions of one bucket, and free its local gradients."""
         layout = bucket.layout
         before, _ = self._scales(layout)
-        self.begun.compare_aborted()
         with phase("reduce_scatter", bucket.name):
             self.ready_shards()
             for rows, part in bucket.reduce_scatter_inputs(before):
@@ -175,18 +174,20 @@ class ReductionPipeline:
             self._streams.producers_wait(event, kept.producers)
             self._local.count(-kept.nbytes)
 
-    def _how(self, bucket: GradientBucket) -> Summing:
+    def _begin(self, bucket: GradientBucket) -> Summing:
+        """Count a reduction that is sent next, and return how it sums; after an aborted window, compare counts."""
+        self.begun.add(bucket.layout.process_group)
         # The tag keeps messages of an aborted backward, or of a rank that disagrees, out of other reductions.
         tag = self.windows_closed % 2**16 * 2**8 + self.passes % 2**8
         return Summing(self._shards.counter, self._ordered, tag, self._local.empty, bucket.label)
 
     def _reduce(self, bucket: GradientBucket, rows: Any, part: ShardPart) -> None:
         out, use = self._into_shard(bucket, part)
-        self._note(bucket, bucket.placement.reduce(rows, self._how(bucket), out), use)
+        self._note(bucket, bucket.placement.reduce(rows, self._begin(bucket), out), use)
 
     def _reduce_within(self, bucket: GradientBucket, nodes: Nodes, rows: Any, part: ShardPart) -> None:
         """Launch the reduction of ``rows`` within the node; its sums are kept, or reduced between nodes next."""
-        reduction = bucket.placement.reduce_within(nodes, rows, self._how(bucket))
+        reduction = bucket.placement.reduce_within(nodes, rows, self._begin(bucket))
         if bucket.level is Level.NODE and not self.closes:
             self._note(bucket, reduction, partial(bucket.keep_node_sums, part))
         else:
@@ -200,11 +201,10 @@ class ReductionPipeline:
         """Launch the reduction between nodes of ``sums`` plus the node shard's sums of this part."""
         if (kept := bucket.take_node_sums(part)) is not None:
             sums = kept.add_(sums)
-        reduction = bucket.placement.reduce_between(nodes, part, sums, self._how(bucket), out)
+        reduction = bucket.placement.reduce_between(nodes, part, sums, self._begin(bucket), out)
         self._note(bucket, reduction, use)
 
     def _note(self, bucket: GradientBucket, reduction: InFlight, use: _Use) -> None:
-        self.begun.add(bucket.layout.process_group)
         reduction.then(use)
         self._in_flight.append(_Flight(bucket, reduction))
 

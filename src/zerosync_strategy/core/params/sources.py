@@ -187,10 +187,10 @@ class AllShards(GatherSource):
         group, issuing = request.group, self._issuing
         with issuing.gathering(group, request.params):
             with issuing.on(group):
-                copy_out = gathering.by_deepspeed(request.params)
+                copy_out, packed = gathering.by_deepspeed(request.params)
             activity = Activity(issuing.status, request.activity)
             common = (issuing, group, list(map(record_of, request.params)), activity, issuing.waiting_for(group))
-            issued.append(ParameterGather(*common, copy_out, (), keeps=False))
+            issued.append(ParameterGather(*common, copy_out, packed, keeps=False))
 
     def values(self, request: GatherRequest) -> dict[Zero3Parameter, torch.Tensor]:
         if request.gathers is not None:
@@ -202,7 +202,7 @@ class AllShards(GatherSource):
         """Unshard the parameters of ``request`` into memory that is not reused."""
         if request.gathers is None:
             with self._issuing.gathering(request.group, request.params):
-                gathering.by_deepspeed(request.params, in_storage=False)(self._issuing.streams.caller)
+                gathering.by_deepspeed(request.params, in_storage=False)[0](self._issuing.streams.caller)
             return
         with zero3.as_it_is():
             values = self.values(request)

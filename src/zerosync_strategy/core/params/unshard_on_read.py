@@ -189,7 +189,7 @@ def _read_eagerly(module: nn.Module, name: str, param: Zero3Parameter) -> Any:
     if placeholder is None or not (values := of_placeholder(placeholder)[0]).is_asked:
         return param
     gathered = values.read(param)
-    if gathered.in_place and not is_at_rest(param):
+    if gathered.in_place:
         return param
     return unsharded(values.differentiable(param, gathered.full), gathered, UnshardedParameter)
 
