@@ -74,12 +74,12 @@ class FlatStage(Stage):
         with self._parts.counter.apart("checkpoints"):  # these have left the states in DeepSpeed's layout
             self.states.lay_out(stock=False)
         self.adopt_edits()
-        if zero.offloads(self._optimizer):
-            self._parts.reducer.norm.value()  # the host waits for it, and so for its copies of the gradients
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """The parameters that the step has updated are gathered by ours, and not by DeepSpeed."""
+        if zero.offloads(self._optimizer):
+            self._parts.reducer.norm.value()  # the host waits for it, and so for its copies of the gradients
         try:
             with zero12.parameter_gather(self._optimizer, self.masters.give):
                 yield

@@ -105,7 +105,7 @@ class Stage(ABC):
 
     @abstractmethod
     def before_update(self) -> None:
-        """Called after gradients have been reduced, before the optimizer steps."""
+        """Called in a step before the optimizer steps. Gradients may still be reduced, so nothing may read them."""
 
     updating: Around
     """Around the optimizer's step."""
