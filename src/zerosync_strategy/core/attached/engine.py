@@ -10,7 +10,7 @@ issued          ``Stage.pass_issued``         on their way into the shards    co
 reduced         ``StepObserver.reduced``      averages, in the shards         what observers sum
 norm            ``Norm.begin``                averages, in the shards         one sum, again if they are changed
 the program     ``PendingGradients``          read and changed                as it asks, if it reduces before a step
-before update   ``Stage.before_update``       as the program has left them    states that a checkpoint has moved
+before update   ``Stage.before_update``       not read: perhaps on their way  states that a checkpoint has moved
 update          ``Stepper.stepping``          clipped, then used up           on stages 1 and 2 the parameters
 after update    ``Stage.after_update``        none                            running statistics
 report          ``StepMeter.step_done``       none                            how much automatic budgets hold, once
