@@ -111,3 +111,33 @@ def test_what_a_module_reads_has_its_values_in_cpp_too() -> None:
             return [found for found in map(str, simulation.findings) if "all_gather" in found]
 
     assert run_ranks(run) == [[], []]
+
+
+class UsesTheSecond(nn.Module):
+    """The third layer is persistent, so that the first one's values are copied out with no gather behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for width in (17, 17, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[1](x)
+        return out.square().mean()
+
+
+def test_a_step_after_a_forward_that_uses_some_of_what_is_held() -> None:
+    """No stream but that of gathers has waited for the others' values, and the step frees them."""
+
+    def run() -> list[str]:
+        with simulate() as simulation:
+            start()
+            net = UsesTheSecond()
+            zero = {"stage3_param_persistence_threshold": 30, "stage3_prefetch_bucket_size": 17 * 17}
+            engine = make_engine(net, torch.optim.AdamW(net.parameters()), 3, zero)
+            attach(engine, param_memory_budget="all")
+            for _ in range(3):
+                engine.backward(engine(torch.randn(4, 17)))
+                engine.step()
+            return list(map(str, simulation.findings))
+
+    assert run_ranks(run) == [[], []]

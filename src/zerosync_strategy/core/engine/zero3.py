@@ -120,13 +120,19 @@ def gathered(records: Iterable[_Record]) -> list[_Record]:
 def by_values(
     params: Iterable[Any],
 ) -> tuple[list[Zero3Parameter], list[Zero3Parameter], list[Zero3Parameter]]:
-    """Return the gathered ``params``, those of them in another shape than their own, and the params not gathered."""
+    """Return the gathered ``params``, those of them in another shape than their own, and the params not gathered.
+
+    Those for whose values no stream has waited are left out: nothing can have changed them, and they may still come.
+    """
     found: list[Zero3Parameter] = []
     reshaped: list[Zero3Parameter] = []
     others: list[Zero3Parameter] = []
     for param in params:  # no calls
         if param.ds_status._name_ != "AVAILABLE":
             others += (param,)
+            continue
+        gather = param._zerosync_record.gather
+        if gather is not None and gather.event is not None and not gather.users:
             continue
         found += (param,)
         if param.shape != param.ds_shape:
