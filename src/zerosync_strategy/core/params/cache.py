@@ -46,7 +46,7 @@ class ParameterCache:
 
     def __init__(self, units: list[Unit], scheduler: GatherScheduler, plan: HoldPlan) -> None:
         self._units, self._scheduler, self.plan = units, scheduler, plan
-        self._has_streams = scheduler.streams.concurrent
+        self._has_streams = bool(scheduler.issuing.gather_streams)
         self._steps = False  # an optimizer step is under way
         self.infers = False
         self._chunks: list[HeldChunk] = []
