@@ -21,7 +21,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 
-from tests.harness.beside import Beside
+from tests.harness.beside import Beside, square_of
 from tests.harness.data import noise
 from tests.harness.engines import make_engine, rank, start
 from tests.harness.extended import STAGES
@@ -263,24 +263,17 @@ def test_a_shard_that_is_not_full(stage: int) -> None:
 @pytest.mark.parametrize("budget", [{"host": "1MiB"}, {"node": "all"}], ids=["host", "node"])
 def test_what_is_set_between_two_backwards_is_in_the_copies(budget: dict[str, Any]) -> None:
     def run() -> float:
-        start()
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
-        plain = copy.deepcopy(net)
-        engine = make_engine(net, torch.optim.SGD(net.parameters(), lr=0.1), 3, SHARDED)
-        inputs = noise(4, 10)
-        oracle = Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.1), world_size=4)
-        attach(engine, param_memory_budget={"device": 0, **budget}, node_size=2)
-        for k in range(4):
-            engine.backward(engine(inputs(k, rank())).square().mean())
-            oracle.backward(lambda r, k=k: plain(inputs(k, r)).square().mean())
-            if k % 2:
-                engine.step()
-                oracle.step()
-            else:
-                for param, same in zip(net.parameters(), plain.parameters(), strict=True):
-                    same.data.mul_(0.5)
-                    safe_set_full_fp32_param(param, value_of(same))
-        return distance(full_parameters(net), full_parameters(plain))
+        both = Beside(
+            two_layers, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), square_of(noise(4, 6)), zero=SHARDED,
+            options={"param_memory_budget": {"device": 0, **budget}, "node_size": 2}, ranks=4,
+        )  # fmt: skip
+        for _ in range(2):
+            both.backward()
+            for param, same in zip(both.net.parameters(), both.plain.parameters(), strict=True):
+                same.data.mul_(0.5)
+                safe_set_full_fp32_param(param, value_of(same))
+            both.backward()
+            both.step()
+        return both.error()
 
     assert run_ranks(run, world_size=4) == [0.0] * 4

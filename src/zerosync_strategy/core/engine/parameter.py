@@ -89,6 +89,7 @@ class Gather(Protocol):
 
     is_done: bool
     event: torch.Event | None
+    users: list[Any]
 
     @property
     def is_complete(self) -> bool: ...

@@ -127,12 +127,12 @@ def by_values(
     found: list[Zero3Parameter] = []
     reshaped: list[Zero3Parameter] = []
     others: list[Zero3Parameter] = []
-    for param in params:  # no calls
+    for param in params:  # few calls
         if param.ds_status._name_ != "AVAILABLE":
             others += (param,)
             continue
         gather = param._zerosync_record.gather
-        if gather is not None and gather.event is not None and not gather.users:
+        if gather is not None and gather.event is not None and not gather.users and not gather.is_complete:
             continue
         found += (param,)
         if param.shape != param.ds_shape:

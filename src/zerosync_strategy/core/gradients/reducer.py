@@ -98,9 +98,7 @@ class Reducer:
         self._has_streams = self.streams.concurrent
         self._hooks: GradientHooks | None = None  # while attached
         self._late: LocalGradient | None = None  # the gradient that began the backward, if its hooks may still run
-        self._first_uses: FirstUses | None = (
-            None  # of the running backward; None: it streams by gradient, not by module
-        )
+        self._first_uses: FirstUses | None = None  # of a backward that streams by module, not by gradient
         self.pipeline = ReductionPipeline(shards, ordered, sizes)
 
     def gradients_floor(self) -> Sent:

@@ -46,7 +46,6 @@ class ParameterCache:
 
     def __init__(self, units: list[Unit], scheduler: GatherScheduler, plan: HoldPlan) -> None:
         self._units, self._scheduler, self.plan = units, scheduler, plan
-        self._has_streams = bool(scheduler.issuing.gather_streams)
         self._steps = False  # an optimizer step is under way
         self.infers = False
         self._chunks: list[HeldChunk] = []
@@ -275,7 +274,7 @@ class ParameterCache:
         """Reshard ``records`` in spite of their claims. Tensors that autograd has saved of them keep their values."""
         arrived(records)
         gathered = zero3.gathered(records)
-        if self._has_streams:
+        if self._scheduler.issuing.gather_streams:
             self._scheduler.join(gathered)  # some may be copied out, and no stream has used them (L2)
         if plain := [record for record in gathered if record.plain]:
             reshard(plain, keeps_storage=False)
