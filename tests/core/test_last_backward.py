@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class Reducer:
 
     keeps_gradients = keeps_some = True
     only_adds = False
+    pipeline = SimpleNamespace(begun=None)
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._rank = network, rank

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ CLOSED, OPEN, REDUCED = WindowState.CLOSED, WindowState.OPEN, WindowState.REDUCE
 
 class Notes:
     """Stands in for a Reducer. What a backward streams, and what it leaves to reduce, are set by the test."""
+
+    pipeline = SimpleNamespace(begun=None)
 
     def __init__(self) -> None:
         self.calls: list[str] = []

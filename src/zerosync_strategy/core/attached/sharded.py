@@ -77,15 +77,15 @@ class ShardedStage(Stage):
         self.stepper = ExchangedStepper(*of_whole) if whole else Stepper(shards, self.masters)
         if config.eager_frames:
             compilation.unwrap_compiled(engine)
-        of_module = ModuleParameters.of(engine, config, shards.streams, sizes, topology, is_constant)
+        of_module = ModuleParameters.of(
+            engine, config, shards.streams, sizes, topology, is_constant, parts.window
+        )  # fmt: skip
         self.of_module, self.pending = of_module, PendingGradients(*parts.of_pending)
         self._trained = [param._zerosync_record for param in parts.reducer.params]
         self.scheduler, self.cache, self.units = of_module.scheduler, of_module.cache, of_module.units
         self.updating = self.cache.stepping
         self.is_compiled = False
         parts.window.begins = self.backward_begins
-        of_module.scheduler.in_backward.append(parts.window.reaches_unit)
-        of_module.scheduler.issuing.begun.append(parts.reducer.pipeline.begun)
         self._count = of_module.scheduler.issuing.count
         self._count.counter.take()  # another engine of the module: what DeepSpeed has gathered to build this one
         self._count.counter = parts.counter
@@ -239,9 +239,7 @@ class ShardedStage(Stage):
         )
 
     def detach(self) -> None:
-        self.scheduler.in_backward.remove(self._parts.window.reaches_unit)
-        self.scheduler.issuing.begun.remove(self._parts.reducer.pipeline.begun)
-        self.of_module.detach()
+        self.of_module.detach(self._parts.window)
 
     def detached(self, destroyed: bool) -> None:
         if destroyed:

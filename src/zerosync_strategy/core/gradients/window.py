@@ -68,6 +68,7 @@ class Window:
 
     Attributes:
         state: as the table above says; read only.
+        begun: the collectives that ``reducer`` has begun.
         backwards: number since the last optimizer step (as all counts here) or the last ``zero_grad()``; a nested
             backward counts as part of the outer one.
         unused: backwards whose gradients are neither reduced nor dropped.
@@ -82,7 +83,7 @@ class Window:
         self, reducer: Reducer, last: LastBackward, activity: Callable[[str], AbstractContextManager[None]],
         changes: LocalChanges | None = None,
     ) -> None:  # fmt: skip
-        self._reducer, self.last, self._activity = reducer, last, activity
+        self._reducer, self.begun, self.last, self._activity = reducer, reducer.pipeline.begun, last, activity
         self.begins: Callable[[bool], FirstUses | None] = lambda opens: None
         self.changes = changes or LocalChanges((), {})
         self.state = WindowState.CLOSED

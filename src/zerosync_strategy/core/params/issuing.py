@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,20 @@ class GatherCount:
         return self.counter.apart(CONTEXTS) if self._in_context else nullcontext()
 
 
+class EngineWindow(Protocol):
+    """The window of an engine, as far as it concerns gathers, which all engines of a module share.
+
+    Attributes:
+        begun: the collectives that the engine has begun, to compare after it has aborted.
+    """
+
+    @property
+    def begun(self) -> BegunCollectives: ...
+
+    def reaches_unit(self, behind: int) -> None:
+        """Report that a backward reaches a unit, before it gathers. ``behind``: see :meth:`UnitOrder.comes_to`."""
+
+
 class Issuing:
     """What the gathers of the module of ``engine`` share.
 
@@ -117,20 +131,20 @@ class Issuing:
         names: of the parameters, by id.
         status: of this rank, for errors.
         gather_streams: all streams that gather; empty on a device without streams.
-        begun: the collectives that the engines of this module have begun, to compare after one has aborted.
+        windows: of the engines of this module, in the order of their attaching.
         count: gathers by modules and readers, for steps.
         unsharded: bytes gathered here, by hooks and for readers, without persistent parameters.
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, streams: Streams, gather_streams: list[torch.Stream], host: HostCache | None,
-        node_shards: NodeShards | None,
+        self, engine: DeepSpeedEngine, windows: Sequence[EngineWindow], streams: Streams,
+        gather_streams: list[torch.Stream], host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
         self.names = {zero3.param_id(param): name for name, param in engine.module.named_parameters()}
         self.streams, self.gather_streams, self._device = streams, gather_streams, engine.device
         self.host, self.node_shards = host, node_shards
         self.status = rank_status()
-        self.begun: list[BegunCollectives] = []
+        self.windows = windows
         self.count, self.unsharded = GatherCount(), UnshardedBytes()
 
     def on(self, group: GatherGroup, reads: bool = False) -> AbstractContextManager[None]:
@@ -181,8 +195,8 @@ class Issuing:
         if (digest := group.digest) is None:
             return 0
         if not digest.tagged:
-            for begun in self.begun:
-                begun.add(group.process_group)
+            for window in self.windows:
+                window.begun.add(group.process_group)
         return digest.add(ids, digested)
 
     def note_launch(self, communicator: dist.ProcessGroup, activity: GatherActivity) -> None:

@@ -21,6 +21,7 @@ from zerosync_strategy.core.params.cache import ParameterCache
 from zerosync_strategy.core.params.copies import HostCache, NodeShards
 from zerosync_strategy.core.params.held import HoldPlan
 from zerosync_strategy.core.params.intercepted import class_at_rest, read_in_transforms
+from zerosync_strategy.core.params.issuing import EngineWindow
 from zerosync_strategy.core.params.scheduler import GatherScheduler
 from zerosync_strategy.core.params.shard_groups import gather_groups
 from zerosync_strategy.core.params.unit_hooks import UnitHooks
@@ -42,7 +43,8 @@ class ModuleParameters:
     ) -> None:  # fmt: skip
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
-        self._engines = self.times_written = 0
+        self.windows: list[EngineWindow] = []  # of the engines that use it
+        self.times_written = 0
         self._records_of: dict[nn.Module, list[Record]] = {}  # by the module of each engine
         groups = gather_groups(engine, topology, streams, config.unshard_streams == "own_communicator")
         host = None if config.parameters.host == 0 else HostCache(config.parameters.host, streams)
@@ -54,7 +56,7 @@ class ModuleParameters:
         for group in groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
-        self.scheduler = GatherScheduler(engine, streams, sizes, groups, host, node_shards)
+        self.scheduler = GatherScheduler(engine, self.windows, streams, sizes, groups, host, node_shards)
         self.units.gather_together()
         budget, automatic = config.parameters.device, config.parameters.automatic
         plan = HoldPlan(self.scheduler, budget, automatic, is_constant)
@@ -69,9 +71,9 @@ class ModuleParameters:
     @classmethod
     def of(
         cls, engine: DeepSpeedEngine, config: ZeroSyncConfig, streams: Streams, sizes: MessageSizes,
-        topology: Topology, is_constant: Callable[[Zero3Parameter], bool],
+        topology: Topology, is_constant: Callable[[Zero3Parameter], bool], window: EngineWindow,
     ) -> ModuleParameters:  # fmt: skip
-        """Return the :class:`ModuleParameters` of the module of ``engine``, and count one more engine that uses it.
+        """Return the :class:`ModuleParameters` of the module of ``engine``, which uses it with ``window``.
 
         ``is_constant`` returns whether no optimizer trains a parameter. Raise ``ValueError`` if the module has another
         engine that gathers by itself, or one with options that conflict with ``config``.
@@ -90,14 +92,14 @@ class ModuleParameters:
                 f"ZeroSync option 'eager_frames' got {config.eager_frames}, and another optimizer of the module has the"
                 " other value. What reads a parameter does not say for which of them: give both the same."
             )
-        found._engines += 1
+        found.windows.append(window)
         found.cache.plan.forget_constants()  # this engine may train what the others do not
         return found
 
-    def detach(self) -> None:
-        """Count one engine less. After the last, give parameters, modules and hooks back to DeepSpeed."""
-        self._engines -= 1
-        if self._engines:
+    def detach(self, window: EngineWindow) -> None:
+        """Leave out the engine of ``window``. After the last, give parameters, modules and hooks back to DeepSpeed."""
+        self.windows.remove(window)
+        if self.windows:
             return
         self.hooks.remove()
         if self.unshard_on_read is not None:

@@ -25,7 +25,7 @@ from zerosync_strategy.core.engine.types import DeepSpeedEngine, Zero3Parameter
 from zerosync_strategy.core.engine.zero import in_chunks
 from zerosync_strategy.core.failures.rank_state import Departure
 from zerosync_strategy.core.params.copies import Copies, HostCache, NodeShards
-from zerosync_strategy.core.params.issuing import Issuing, ParameterGather, arrived
+from zerosync_strategy.core.params.issuing import EngineWindow, Issuing, ParameterGather, arrived
 from zerosync_strategy.core.params.shard_groups import GatherGroup
 from zerosync_strategy.core.params.sources import AllShards, GatherRequest, GatherSource, HostCopies, ShardsOfNode
 from zerosync_strategy.core.params.unit_order import UnitOrder
@@ -39,6 +39,7 @@ class GatherScheduler:
     """Orders the gathers of one attached ZeRO-3 engine, and the waits for them.
 
     Args:
+        windows: of the engines of the module; engines come and go.
         sizes: of messages that gather ahead.
         groups: by process group, in the order of gathers.
         host, node_shards: see :class:`Issuing`.
@@ -50,21 +51,18 @@ class GatherScheduler:
         copies: the copies of parameters on the host and in node shards.
         before_read: called before a read of parameters that no hook has gathered.
         order: of the calls of units in forwards.
-        in_backward: called when a backward reaches a unit, with what it has passed (:meth:`UnitOrder.comes_to`), on
-            every rank before the same gathers.
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, streams: Streams, sizes: MessageSizes,
+        self, engine: DeepSpeedEngine, windows: Sequence[EngineWindow], streams: Streams, sizes: MessageSizes,
         groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
-        self._sizes = sizes
-        self.streams = streams
+        self._sizes, self.windows, self.streams = sizes, windows, streams
         self.prefetched_numel = gathering.config_of(engine).prefetch_bucket_size
         self.groups = groups
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
         self._gather_streams = [each for each in dict.fromkeys(of.stream for of in groups.values()) if each is not None]
-        self.issuing = issuing = Issuing(engine, streams, self._gather_streams, host, node_shards)
+        self.issuing = issuing = Issuing(engine, windows, streams, self._gather_streams, host, node_shards)
         self.records = [
             Record(param, repr(name), self, self.groups[zero3.process_group(param)])
             for name, param in engine.module.named_parameters()
@@ -75,7 +73,6 @@ class GatherScheduler:
         self._released = gathering.released_after_empty if has_empty else zero3.released
         streams.record_write()  # when they were built
         self.order = UnitOrder()
-        self.in_backward: list[Callable[[int], None]] = []
         self.before_read: Callable[[Iterable[Zero3Parameter]], None] | None = None
         self._shards = AllShards(issuing, engine)
         self.is_plain = self._shards.is_plain
@@ -104,8 +101,8 @@ class GatherScheduler:
     def backward_comes(self, unit: Unit, grad: object = None) -> None:
         """Report that a backward reaches a call of ``unit``, before it gathers. A hook on the outputs of held units."""
         behind = self.order.comes_to(unit)
-        for reach in self.in_backward:
-            reach(behind)
+        for window in self.windows:
+            window.reaches_unit(behind)
 
     def values_in_shards(self, param: Zero3Parameter) -> None:
         """Record that the caller's stream has written a gathered ``param`` to its shards, with changes or without.
