@@ -175,7 +175,11 @@ def set_up(
         return None
     if shown is not None:
         show_parameters(engine.optimizer, groups)
-    zerosync = attach(engine, config)
+    try:
+        zerosync = attach(engine, config)
+    except BaseException:
+        leave_sharded(engine)  # its hooks would take part in what another engine trains
+        raise
     if losses_divided_by is not None:
         zerosync.losses_divided_by = losses_divided_by
     return zerosync

@@ -216,12 +216,14 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int, how
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_drops_its_gradients_alone(stage: int) -> None:
-    """W3: the other one takes no part in it, and drops its own by zero_grad()."""
+@pytest.mark.parametrize("stage", [*STAGES, "native"])
+def test_a_rank_drops_its_gradients_alone(stage: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W3: the other one takes no part in it, and drops its own by zero_grad(). ``"native"``: stage 3, without tags."""
+    if stage == "native":
+        send_natively(monkeypatch)
 
     def run() -> float:
-        engine = make_engine(stage)
+        engine = make_engine(3 if stage == "native" else int(stage))
         zerosync = attach(engine)
         for k in range(3):
             engine.backward(loss_of(engine, 9, rank()))

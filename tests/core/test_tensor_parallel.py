@@ -1,5 +1,6 @@
 """Tensor parallelism beside ZeRO, by an ``mpu`` as Megatron's and by AutoTP; the oracle has whole weights."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.harness.data import noise
 from tests.harness.engines import configuration, rank, start
 from tests.harness.oracle import NORM, Oracle, distance, full_parameters
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import SIMULATED, run_ranks
 from tests.harness.releases import since
 from zerosync_strategy import attach
 
@@ -149,7 +150,8 @@ def test_as_megatron_does_it(stage: int, world_size: int, tmp_path: Path) -> Non
 
     errors, calls = zip(*run_ranks(run, world_size=world_size), strict=True)
     assert max(errors) < ROUNDED
-    assert set(calls) == {1}  # with what ranks say of their backwards
+    compares = stage == 3 and SIMULATED in os.environ  # on NCCL, what ranks have gathered (W4)
+    assert set(calls) == {1 + compares}  # the norm, with what ranks say of their backwards
 
 
 @pytest.mark.extended(but=("2-2", "4-1"))

@@ -147,7 +147,7 @@ def test_failed_backward_and_failed_reduction_drop_the_window() -> None:
     notes.fail = True
     with pytest.warns(UserWarning, match="the reduction raised OSError"), pytest.raises(OSError):
         window.reduce()
-    assert (window.state, notes.calls) == (CLOSED, ["reset"])
+    assert (window.state, notes.calls) == (CLOSED, ["interrupted", "reset"])
 
 
 def test_what_a_backward_streams_is_not_sent_again() -> None:

@@ -113,7 +113,7 @@ class Nodes(TorchFunctionMode):
 
     def _record_gradients(self, gradients: Any) -> None:
         for gradient in gradients:
-            if self._active and gradient is not None:
+            if self._active and gradient is not None and gradient.layout is torch.strided:
                 self._recorder.record(gradient, self._recorder.current_timeline)
 
 

@@ -359,7 +359,7 @@ class Reducer:
         self.shards.discard()
 
     def interrupted(self) -> None:
-        """Record that an exception has ended a backward, at a different point on each rank."""
+        """Record that an exception has ended a backward or a reduction, at a different point on each rank."""
         self.only_adds = False
         if self.is_native:
             if self._first_uses is not None:
@@ -368,7 +368,5 @@ class Reducer:
 
     def reset(self) -> None:
         """Do as :meth:`drop`, from any state that an exception has left."""
-        if self.is_native:
-            self.pipeline.begun.abort()
         self.drop()
         zero.reset_backward(self.optimizer)

@@ -285,6 +285,7 @@ class Window:
             with phase("reduce"):
                 yield
         except BaseException as error:
+            self._reducer.interrupted()
             self.abort(f"the reduction raised {type(error).__name__}")
             raise
         self.seconds += time.perf_counter() - began
