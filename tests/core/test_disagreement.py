@@ -241,6 +241,32 @@ def test_a_rank_drops_its_gradients_alone(stage: int | str, monkeypatch: pytest.
     assert run_ranks(run) == [0.0, 0.0]
 
 
+def test_after_a_drop_a_backward_that_has_sent_nothing_may_raise_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W3: it waits for no other, whatever the dropped one had sent."""
+    send_natively(monkeypatch)
+
+    def run() -> float:
+        engine = make_engine(2)
+        zerosync = attach(engine)
+        engine.backward(loss_of(engine, 9, rank()))
+        if rank() == 0:
+            with pytest.warns(UserWarning, match="sent nothing to other ranks"):
+                zerosync.abort("between two backwards")
+            hook = engine.module[0].bias.register_hook(_raise)
+            with pytest.raises(ValueError, match="boom"):
+                engine.backward(loss_of(engine, 8, rank()))
+            hook.remove()
+        else:
+            engine.zero_grad()
+        engine.backward(loss_of(engine, 0, rank()))
+        engine.step()
+        module = network()
+        Oracle(module, adamw(module)).train(loss_of, 1)
+        return distance(full_parameters(engine.module), full_parameters(module))
+
+    assert run_ranks(run, timeout=60) == [0.0, 0.0]
+
+
 REDUCES = {"grad_memory_budget": 0}
 
 

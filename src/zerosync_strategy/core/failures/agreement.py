@@ -299,7 +299,7 @@ class BegunCollectives:
         self._begun[process_group] += 1
 
     def close(self) -> None:
-        """End the window, with all collectives complete."""
+        """End the window, after the same collectives on all ranks of a group."""
         self._expected = False
         self._begun.clear()
 

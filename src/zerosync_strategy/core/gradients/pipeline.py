@@ -94,6 +94,7 @@ class ReductionPipeline:
 
     def drop(self) -> None:
         """Drop the window, without waiting for reductions in flight."""
+        self.begun.close()  # on all ranks alike, or an exception has aborted it (W3)
         self.passes += self.passes > 0  # what was sent meets no later message (W3)
         self.abandoned.extend(each.reduction for each in self._in_flight)
         self._in_flight.clear()

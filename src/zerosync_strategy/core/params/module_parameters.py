@@ -43,7 +43,7 @@ class ModuleParameters:
     ) -> None:  # fmt: skip
         self.units = Units(engine, config.unit_modules or ())
         self._engine = engine
-        self.windows: list[EngineWindow] = []  # of the engines that use it
+        self._windows: list[EngineWindow] = []  # of the engines that use it
         self.times_written = 0
         self._records_of: dict[nn.Module, list[Record]] = {}  # by the module of each engine
         groups = gather_groups(engine, topology, streams, config.unshard_streams == "own_communicator")
@@ -56,7 +56,7 @@ class ModuleParameters:
         for group in groups.values():
             if node_shards is not None and group.nodes is not None:
                 group.nodes.connect(engine.device)
-        self.scheduler = GatherScheduler(engine, self.windows, streams, sizes, groups, host, node_shards)
+        self.scheduler = GatherScheduler(engine, self._windows, streams, sizes, groups, host, node_shards)
         self.units.gather_together()
         budget, automatic = config.parameters.device, config.parameters.automatic
         plan = HoldPlan(self.scheduler, budget, automatic, is_constant)
@@ -92,14 +92,14 @@ class ModuleParameters:
                 f"ZeroSync option 'eager_frames' got {config.eager_frames}, and another optimizer of the module has the"
                 " other value. What reads a parameter does not say for which of them: give both the same."
             )
-        found.windows.append(window)
+        found._windows.append(window)
         found.cache.plan.forget_constants()  # this engine may train what the others do not
         return found
 
     def detach(self, window: EngineWindow) -> None:
         """Leave out the engine of ``window``. After the last, give parameters, modules and hooks back to DeepSpeed."""
-        self.windows.remove(window)
-        if self.windows:
+        self._windows.remove(window)
+        if self._windows:
             return
         self.hooks.remove()
         if self.unshard_on_read is not None:

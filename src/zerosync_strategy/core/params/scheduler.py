@@ -57,7 +57,7 @@ class GatherScheduler:
         self, engine: DeepSpeedEngine, windows: Sequence[EngineWindow], streams: Streams, sizes: MessageSizes,
         groups: Mapping[dist.ProcessGroup, GatherGroup], host: HostCache | None, node_shards: NodeShards | None,
     ) -> None:  # fmt: skip
-        self._sizes, self.windows, self.streams = sizes, windows, streams
+        self._sizes, self.streams = sizes, streams
         self.prefetched_numel = gathering.config_of(engine).prefetch_bucket_size
         self.groups = groups
         self._digests = [group.digest for group in self.groups.values() if group.digest is not None]
@@ -101,7 +101,7 @@ class GatherScheduler:
     def backward_comes(self, unit: Unit, grad: object = None) -> None:
         """Report that a backward reaches a call of ``unit``, before it gathers. A hook on the outputs of held units."""
         behind = self.order.comes_to(unit)
-        for window in self.windows:
+        for window in self.issuing.windows:
             window.reaches_unit(behind)
 
     def values_in_shards(self, param: Zero3Parameter) -> None:

@@ -141,7 +141,7 @@ class UnitHooks:
         is_recomputed = torch._C._current_graph_task_id() != -1
         is_outermost = not (self._calls or is_recomputed)  # the model, or a part that is called directly
         if is_outermost:
-            for window in self._scheduler.windows:  # before this forward sends what it could match (W3)
+            for window in self._scheduler.issuing.windows:  # before this forward sends what it could match (W3)
                 window.begun.compare_aborted()
             if self._tasks:  # left by backwards that have raised
                 self._leave_tasks()
