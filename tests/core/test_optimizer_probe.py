@@ -1,6 +1,7 @@
 """Optimizers on no list: whether they may step flat shards is found out by stepping copies of them."""
 
 import random
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.harness.engines import make_engine
+from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 from zerosync_strategy.core.optimizer import problems
@@ -164,6 +166,16 @@ class Seeded(Plain):  # as APOLLO, whose constructor numbers the parameters, for
         return param.grad * torch.randn(param.shape, generator=generator)
 
 
+class Counted(Plain):  # as SPAM, which keeps its own count among the states of parameters
+    def __init__(self, params: Any, period: int) -> None:
+        super().__init__(params, period)
+        self.state["steps"] = 0  # type: ignore[index]
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state["steps"] += 1  # type: ignore[index]
+
+
 class InBackward(torch.optim.Optimizer):  # as LOMO
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -246,11 +258,12 @@ def test_errors_say_what_was_found() -> None:
     assert "Use AdamW, SGD" in problem and "elementwise_optimizer=True" in problem
     assert "Noisy draws random numbers" in kind_of(Noisy(params, 2)).problem
     assert "KeyError: 'sum'" in kind_of(MadeWithStates(params, 2)).problem
+    assert "Counted could not step a copy of itself" in kind_of(Counted(params, 2)).problem
     assert "Lookahead could not step a copy of itself" in kind_of(Lookahead(torch.optim.SGD(params, lr=0.1))).problem
     assert "SAM could not step" in kind_of(SAM(params, torch.optim.SGD)).problem
     assert "SAM requires a closure" in kind_of(SAM(params, torch.optim.SGD)).problem
     assert "InBackward has no step(): it updates parameters in the backward" in kind_of(InBackward(params)).problem
-    for cls in (Centralized, Noisy, MadeWithStates):
+    for cls in (Centralized, Noisy, MadeWithStates, Counted):
         assert kind_of(cls(params, 2), elementwise=True).problem == ""
 
 
@@ -270,3 +283,34 @@ def test_attach_tries_it() -> None:
             assert trials.call_count == 1
 
     run_ranks(run)
+
+
+@pytest.mark.extended(but=("3-whole",))
+@pytest.mark.parametrize("how", [True, "whole"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_that_are_of_no_parameter(stage: int, how: Any, tmp_path: Path) -> None:
+    """They stay with the optimizer, and are in DeepSpeed's checkpoints."""
+
+    def run() -> Any:
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+        plain = network()
+        optimizer: Any = Counted(plain.parameters(), 2)
+        for step in range(4):
+            plain(inputs + step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for first in (0, 2):
+            optimizer = Counted((module := network()).parameters(), 2)
+            engine = make_engine(module, optimizer, stage)
+            with pytest.raises(ValueError, match="found an optimizer with states that are of no parameter"):
+                attach(engine, elementwise_optimizer=how, checkpoint_format="distributed")
+            attach(engine, elementwise_optimizer=how)
+            if first:
+                engine.load_checkpoint(str(tmp_path))
+            for step in range(first, first + 2):
+                engine.backward(engine(inputs + step).square().mean())
+                engine.step()
+            engine.save_checkpoint(str(tmp_path))
+        return distance(full_parameters(module), full_parameters(plain)), optimizer.state["steps"]
+
+    assert run_ranks(run) == [(0.0, 4)] * 2

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerosync_strategy.core.attached.engine import AttachedEngine
+from zerosync_strategy.core.attached.engine import AttachedEngine, check_distributed
 from zerosync_strategy.core.checkpoints.dcp import Content, Key, Piece, text_of
 from zerosync_strategy.core.checkpoints.manifests import DamageError
 from zerosync_strategy.core.checkpoints.readers import DCPReader, Reader
@@ -66,7 +66,8 @@ class Contents:
     # ---- what this rank writes -----------------------------------------------------------------------------------
 
     def written(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> Content:
-        """Return what this rank writes. Raise ``ValueError`` if a state of the optimizer depends on the shards."""
+        """Return what this rank writes. Raise ``ValueError`` if it cannot hold a state of the optimizer."""
+        check_distributed(self._engine)  # as at attach(): a step may have made states
         content = Content()
         self._add_trained(content)
         left_out = {name for name, param in self._untrained.items() if exclude_frozen and not param.requires_grad}

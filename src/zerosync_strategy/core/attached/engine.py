@@ -348,6 +348,8 @@ def why_not_by_name(engine: DeepSpeedEngine) -> str:
             "parameters that not all ranks shard: shard_over(), tensor or pipeline parallelism, experts, MiCS, or"
             " 'sequence_parallel_size' without an mpu whose groups for ZeRO have all ranks"
         )
+    if not why and any(not isinstance(key, torch.Tensor) for key in zero.stepping_optimizer(engine).state):
+        return "an optimizer with states that are of no parameter"
     return why
 
 

@@ -37,7 +37,7 @@ def resident(engine: DeepSpeedEngine) -> Mapping[str, list[torch.Tensor]]:
     else:
         own, masters, gradients = [], optimizer.single_partition_of_fp32_groups, []
     stepping = zero.stepping_optimizer(engine)
-    states = (value for state in stepping.state.values() for value in state.values())
+    states = (value for state in stepping.state.values() if isinstance(state, Mapping) for value in state.values())
     stepped = (param.data for group in stepping.param_groups for param in group["params"])  # whole ones on ZeRO-3 (R6)
     return {
         "optimizer": [*(master.data for master in masters), *stepped, *filter(torch.is_tensor, states)],

@@ -272,8 +272,10 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[_TrialGroup]:
     groups: dict[str, _TrialGroup] = {}
     states = getattr(optimizer, "state", {})
     in_groups = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    # States of parameters that DeepSpeed has replaced, in the groups, by flat ones.
-    replaced = [_noted(state) for param, state in states.items() if id(param) not in in_groups]
+    # States of parameters that DeepSpeed has replaced, in the groups, by flat ones. SPAM has others there, by name.
+    replaced = [
+        _noted(state) for param, state in states.items() if isinstance(param, Tensor) and id(param) not in in_groups
+    ]
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name not in ("params", "step", "initial_lr")}
         if "step" in optimizer.defaults:

@@ -50,7 +50,9 @@ class WholeStepper(Stepper):
         """Replace the parameters of the torch optimizer, in ``groups``, by this rank's :attr:`masters`."""
         optimizer = self._zero.optimizer
         made = dict(optimizer.state)  # states that its constructor made, also for frozen parameters
-        optimizer.state.clear()
+        for key in made:
+            if isinstance(key, torch.Tensor):  # others are the optimizer's own, by name
+                del optimizer.state[key]
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             own = [param for param in params if param in self.masters]
             group["params"] = [self.masters[param] for param in own]
@@ -133,7 +135,9 @@ class WholeStepper(Stepper):
 def _renamed(state: dict[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a torch optimizer's ``state_dict()`` with the keys of its parameters mapped by ``new``."""
     groups = [group | {"params": [new[key] for key in group["params"]]} for group in state["param_groups"]]
-    return {"state": {new[key]: of_param for key, of_param in state["state"].items()}, "param_groups": groups}
+    # The optimizer's own states have names, which stay.
+    states = {new.get(key, key): of_param for key, of_param in state["state"].items()}
+    return {"state": states, "param_groups": groups}
 
 
 class OwnedStepper(WholeStepper):
