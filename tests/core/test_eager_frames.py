@@ -30,6 +30,7 @@ from tests.harness.rounding import excess
 from zerosync_strategy import attach
 from zerosync_strategy.core.engine.contract import is_before
 from zerosync_strategy.core.params import issuing
+from zerosync_strategy.tools.plan.measures import ProcessCounter
 
 
 def make_engine(model: nn.Module, **zero: Any) -> Any:
@@ -595,11 +596,14 @@ def test_hooks_that_are_registered_anew(budget: Any) -> None:
                     with torch.no_grad():
                         assert excess(model(x), of_trained(plain, lambda: plain(x))) == 0.0
                     offload._register_deepspeed_module(offload.module)
-            engine.backward(engine(x))
+            engine.backward((engine if k < 4 else model)(x))  # also by the module, in which DeepSpeed's hooks would be
             engine.step()
             mirror.backward(lambda _: plain(x))
             mirror.step()
             sent.append(zerosync.report.bytes_sent)
+        with torch.no_grad(), zerosync.gathered_for_inference(), ProcessCounter() as counter:
+            model(x), model(x)
+        assert counter.traffic == {}
         zerosync.detach()
         if not is_before(deepspeed.__version__, "0.19.3"):  # it never releases a module fed without a gradient
             engine.backward(engine.module.layers[1](x).sum())

@@ -132,7 +132,10 @@ STAGE_3 = (
         module_forward_pre_hook module_forward_post_hook _forward_prologue(inputs, kwargs) _forward_epilogue()
         zero_optimization_partition_weights()
     """),
-    *rows("units", "offload", "forward_hooks _remove_module_hooks() setup_zero_stage3_hooks()"),
+    *rows("units", "offload", """
+        forward_hooks _remove_module_hooks() setup_zero_stage3_hooks()
+        _register_deepspeed_module(module)
+    """),
     *rows("units", "module", "pre_bwd_fn post_bwd_fn", named_in=_OFFLOAD),
     *rows("units", "module", "ds_external_parameters", named_in=_PARTITION),
     *rows("units", _OFFLOAD, "FWD_MODULE_STACK"),

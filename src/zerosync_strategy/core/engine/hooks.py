@@ -38,15 +38,18 @@ def remove_stock(engine: DeepSpeedEngine) -> None:
     DeepSpeed's linear layer is an autograd function for weights whose memory differs in the backward.
     """
     remove_module_hooks(engine.optimizer.parameter_offload)
+    patches.interpose(engine.optimizer.parameter_offload, _WithoutHooks)
     _use_plain_linear()
     for hooks, key in forward_hooks_of(engine):
         if not hasattr(hooks[key], _DISABLED):
             hooks[key] = torch.compiler.disable(hooks[key])  # keep the engine's hooks out of graphs
 
 
-def has_stock(engine: DeepSpeedEngine) -> bool:
-    """Return whether the program has made DeepSpeed register its module hooks again, as TRL does to generate."""
-    return bool(engine.optimizer.parameter_offload.forward_hooks)
+class _WithoutHooks:
+    """Overrides of what registers DeepSpeed's hooks, which a program may ask for, as TRL does after generation."""
+
+    def _register_deepspeed_module(self, *args: Any, **kwargs: Any) -> None:
+        return
 
 
 def restore_stock(engine: DeepSpeedEngine) -> None:
@@ -54,6 +57,7 @@ def restore_stock(engine: DeepSpeedEngine) -> None:
     from deepspeed.runtime.zero import parameter_offload
 
     offload = engine.optimizer.parameter_offload
+    patches.restore(offload, _WithoutHooks)
     with replaced(offload, "module", engine.module):  # with several engines over one module, it is a parameter tree
         offload.setup_zero_stage3_hooks()
     parameter_offload.FWD_MODULE_STACK.pop()  # the model, which was pushed a second time

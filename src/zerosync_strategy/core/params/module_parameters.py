@@ -111,8 +111,6 @@ class ModuleParameters:
         hooks.restore_stock(self._engine)
 
     def forward_begins(self) -> None:
-        if hooks.has_stock(self._engine):
-            hooks.remove_stock(self._engine)
         if self.unshard_on_read is not None:
             self.unshard_on_read.forward_begins()
 
