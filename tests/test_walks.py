@@ -197,7 +197,7 @@ def test_a_gradient_that_is_added_to_costs_one_call() -> None:
     assert [name for name, count in calls.items() if count >= 2 * LAYERS] == [("gradients/window.py", "Window.added")]
 
 
-LENGTHS = {"stage 2": (209, 28), "stage 3": (279, 43), "stage 3, held": (266, 43)}
+LENGTHS = {"stage 2": (209, 28), "stage 3": (278, 43), "stage 3, held": (265, 43)}
 """How many functions and files of ours a step goes through at most. A change may make the way shorter."""
 
 
