@@ -341,7 +341,7 @@ def divergence() -> None:
 
 def generation() -> None:
     """Tokens per second and bytes by way to generate, as they were measured."""
-    found = json.loads((RESULTS / "2026-11-22-generation-link.json").read_text())
+    found = json.loads((RESULTS / "2026-11-28-generation-link.json").read_text())
     names = {
         "stock": "stock, stage 3", "stock-trl": "stock, TRL's unwrapping", "zerosync": "ZeroSync, stage 3",
         "zerosync-trl": "ZeroSync, TRL's unwrapping", "zerosync-gathered": "ZeroSync, gathered_for_inference()",
