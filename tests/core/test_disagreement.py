@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import engines
-from tests.harness.copying import adamw, loss_of, make_engine, network
+from tests.harness.copying import adamw, loss_of, make_engine, network, oracle
 from tests.harness.engines import expect_timeout, rank, start
 from tests.harness.extended import STAGES, VALUES
 from tests.harness.groups import ROWS
@@ -209,9 +209,7 @@ def test_what_an_aborted_backward_has_sent_is_in_no_other_window(stage: int, how
                     zerosync.abort()
             engine.backward(loss_of(engine, k, rank()))
             engine.step()
-        module = network()
-        Oracle(module, adamw(module)).train(loss_of, 3)
-        return distance(full_parameters(engine.module), full_parameters(module))
+        return distance(full_parameters(engine.module), oracle(3, 1))
 
     assert run_ranks(run) == [0.0, 0.0]
 
@@ -234,9 +232,7 @@ def test_a_rank_drops_its_gradients_alone(stage: int | str, monkeypatch: pytest.
                 engine.zero_grad()
             engine.backward(loss_of(engine, k, rank()))
             engine.step()
-        module = network()
-        Oracle(module, adamw(module)).train(loss_of, 3)
-        return distance(full_parameters(engine.module), full_parameters(module))
+        return distance(full_parameters(engine.module), oracle(3, 1))
 
     assert run_ranks(run) == [0.0, 0.0]
 
@@ -260,9 +256,7 @@ def test_after_a_drop_a_backward_that_has_sent_nothing_may_raise_on_one_rank(mon
             engine.zero_grad()
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
-        module = network()
-        Oracle(module, adamw(module)).train(loss_of, 1)
-        return distance(full_parameters(engine.module), full_parameters(module))
+        return distance(full_parameters(engine.module), oracle(1, 1))
 
     assert run_ranks(run, timeout=60) == [0.0, 0.0]
 
@@ -303,9 +297,7 @@ def test_collectives_of_an_aborted_backward_on_nccl(
         engine.zero_grad()
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
-        module = network()
-        Oracle(module, adamw(module)).train(loss_of, 1)
-        return distance(full_parameters(engine.module), full_parameters(module))
+        return distance(full_parameters(engine.module), oracle(1, 1))
 
     waits, compares = outcomes = run_ranks(run, expect="any", timeout=60)
     if alike:
@@ -466,9 +458,7 @@ def test_models_and_options_that_are_not_alike() -> None:
         attach(engine)  # nothing was left behind
         engine.backward(loss_of(engine, 0, rank()))
         engine.step()
-        module = network()
-        Oracle(module, adamw(module)).train(loss_of, 1)
-        return str(options.value), str(models.value), distance(full_parameters(engine.module), full_parameters(module))
+        return str(options.value), str(models.value), distance(full_parameters(engine.module), oracle(1, 1))
 
     for options, models, error in run_ranks(run):
         assert "ZeroSync's 'overlap_last': True on rank 0; False on rank 1" in options

@@ -15,6 +15,7 @@ from tests.harness.engines import make_engine
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
+from zerosync_strategy.core.failures.errors import CheckpointError
 from zerosync_strategy.core.optimizer import problems
 from zerosync_strategy.core.optimizer.probe import Scope, probe
 from zerosync_strategy.core.optimizer.problems import kind_of
@@ -311,6 +312,11 @@ def test_states_that_are_of_no_parameter(stage: int, how: Any, tmp_path: Path) -
                 engine.backward(engine(inputs + step).square().mean())
                 engine.step()
             engine.save_checkpoint(str(tmp_path))
+        engine = make_engine(model := network(), late := Plain(model.parameters(), 2), stage)
+        attach(engine, elementwise_optimizer=how, checkpoint_format="distributed")
+        late.state["steps"] = 0  # type: ignore[index]
+        with pytest.raises(CheckpointError, match="found an optimizer with states that are of no parameter"):
+            engine.save_checkpoint(str(tmp_path), "late")
         return distance(full_parameters(module), full_parameters(plain)), optimizer.state["steps"]
 
     assert run_ranks(run) == [(0.0, 4)] * 2

@@ -41,8 +41,7 @@ def remove_stock(engine: DeepSpeedEngine) -> None:
     patches.interpose(engine.optimizer.parameter_offload, _WithoutHooks)
     _use_plain_linear()
     for hooks, key in forward_hooks_of(engine):
-        if not hasattr(hooks[key], _DISABLED):
-            hooks[key] = torch.compiler.disable(hooks[key])  # keep the engine's hooks out of graphs
+        hooks[key] = torch.compiler.disable(hooks[key])  # keep the engine's hooks out of graphs
 
 
 class _WithoutHooks:
