@@ -76,6 +76,7 @@ numeric: $(STAMP)
 SIMULATED := $(addprefix tests/,core racecheck lightning fabric accelerate test_nodes_frameworks.py)
 SIMULATED_PART := $(addprefix tests/core/test_,averaging.py edits.py fp16.py gathers.py hangs.py) \
 	tests/core/test_stepping.py::test_a_step_that_raises_half_way \
+	"tests/core/test_eager_frames.py::test_hooks_that_are_registered_anew[0]" \
 	"tests/core/test_experts.py::test_parameters_that_some_ranks_do_not_use[4-True]" \
 	"tests/core/test_nodes.py::test_random_programs[2-2-4002-3]" \
 	"tests/core/test_values.py::test_what_a_module_writes_to_its_own_parameters_lasts[cpu-host-scale]" \

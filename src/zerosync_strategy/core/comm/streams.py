@@ -141,7 +141,7 @@ class Streams:
             self._host_waits_for(self._reduction)
 
     def host_waits_for_caller(self) -> None:
-        """Make the host wait for the caller's stream, which has copied to host memory."""
+        """Make the host wait for the caller's stream, for a copy to host memory or the end of our work."""
         if self._reduction is not None:
             self._host_waits_for(self._current())
 

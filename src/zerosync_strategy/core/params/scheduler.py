@@ -81,6 +81,8 @@ class GatherScheduler:
         self._nearer += [] if node_shards is None else [ShardsOfNode(issuing)]
 
     def detach(self) -> None:
+        self.streams.caller_waits_for_writes(self._gather_streams)
+        self.streams.host_waits_for_caller()  # DeepSpeed's gathers, which come next, wait for no write (S1)
         for record in self.records:
             del record.param._zerosync_record
         for group in self.groups.values():
