@@ -83,7 +83,7 @@ def halves(net: Any) -> list[list[Any]]:
     return [list(net[0].parameters()), [*net[2].parameters(), *net[4].parameters()]]
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @STAGES
 def test_lightning(stage: int) -> None:
     """By keywords and by the block of a configuration; automatic, manual, and two optimizers."""
@@ -111,7 +111,7 @@ def test_lightning(stage: int) -> None:
     assert run_ranks(run, world_size=RANKS, env=NODES) == [([0.0] * 3, [True] * 2)] * RANKS
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @STAGES
 def test_fabric(stage: int) -> None:
     """Two models, and clipping."""
@@ -139,7 +139,7 @@ def test_fabric(stage: int) -> None:
     assert run_ranks(run, world_size=RANKS, env=NODES) == [[0.0, 0.0]] * RANKS
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @STAGES
 def test_accelerate(stage: int) -> None:
     def run() -> float:

@@ -13,6 +13,7 @@ from tests.harness.problem import backward_of, loss_of, network, oracle
 from tests.harness.ranks import SIMULATED, run_ranks
 
 
+@pytest.mark.extended
 def test_a_prepared_model_is_compiled_and_equals_plain_torch() -> None:
     def run() -> tuple[float, int]:
         run = start(3, dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))

@@ -43,6 +43,7 @@ def scale(parameters: Any) -> None:
         param.grad.mul_(0.5)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_clip_by_value_and_any_change(stage: int) -> None:
     """The one before the first step, the other before the second."""
@@ -66,6 +67,7 @@ def test_clip_by_value_and_any_change(stage: int) -> None:
         assert distance(parameters, expected) == 0.0
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_change_of_what_is_local(stage: int) -> None:
     def job() -> None:

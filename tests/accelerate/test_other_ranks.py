@@ -13,7 +13,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import ZeroSyncPlugin
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_other_numbers_of_ranks(stage: int, tmp_path: Path) -> None:
     def train(run: int) -> dict[str, torch.Tensor]:

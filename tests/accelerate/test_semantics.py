@@ -10,7 +10,7 @@ import torch
 
 from tests.accelerate.runs import DECAY, Run, start
 from tests.harness.experts import gathered_anew, routed_network
-from tests.harness.extended import STAGES, VALUES
+from tests.harness.extended import STAGES
 from tests.harness.optimizers import ScheduleFree
 from tests.harness.oracle import NORM, Oracle, backward_all, distance, full_parameters, of_trained
 from tests.harness.problem import WORLD, Data, adafactor, adamw, backward_of, loss_of, oracle, sgd
@@ -26,7 +26,7 @@ def step_reports(run: Run, reports: list[tuple[int, int]]) -> None:
         reports.append((report.backwards, report.reductions))
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("with_tail", [True, False])
 def test_accumulate_steps_every_nth_batch_and_the_tail_of_the_data(stage: int, with_tail: bool) -> None:
@@ -68,7 +68,7 @@ def test_accumulate_steps_every_nth_batch_and_the_tail_of_the_data(stage: int, w
         assert rate == scheduler.get_last_lr()
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_schedule_free_optimizer(stage: int) -> None:
     """`train()` and `eval()` of the prepared optimizer exchange the parameters."""
@@ -124,7 +124,7 @@ def test_a_parameter_that_one_rank_does_not_use(monkeypatch: pytest.MonkeyPatch)
         assert reports == [(2, 1)] * 4
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("closure-2",))
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["accelerator", "raw", "no_sync", "closure"])
 def test_any_number_of_backwards_make_one_step(stage: int, how: str) -> None:
@@ -166,6 +166,7 @@ def test_any_number_of_backwards_make_one_step(stage: int, how: str) -> None:
         assert reports == [(count, 1) for count in counts]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_clip_grad_norm_returns_the_norm_and_clips_the_coming_step(stage: int) -> None:
     """The last step is not clipped: a generator that the optimizer has used up gives no parameters."""
@@ -231,6 +232,7 @@ def test_a_step_without_zero_grad_is_refused() -> None:
     run_ranks(job)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_grad_and_evaluation_in_mid_window(stage: int) -> None:
     def job() -> Any:
@@ -302,6 +304,7 @@ class _Apply(torch.nn.Module):
         return self.function.apply(x)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_step_on_backward_keeps_the_timing_of_stock(stage: int) -> None:
     def job() -> Any:
@@ -330,6 +333,7 @@ def test_step_on_backward_keeps_the_timing_of_stock(stage: int) -> None:
         assert found == pytest.approx(norms, rel=NORM)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_deferred_steps_are_right_without_coalescing_too(stage: int) -> None:
     def job() -> Any:
@@ -540,6 +544,7 @@ def test_an_optimizer_that_would_become_another_is_refused() -> None:
     run_ranks(job)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_mean_over_items(stage: int) -> None:
     """What Accelerate divides a loss by for accumulation is undone."""
@@ -574,7 +579,7 @@ def test_a_mean_over_items(stage: int) -> None:
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_needs_whole_parameters(stage: int) -> None:
     def job() -> float:

@@ -84,7 +84,7 @@ def train(stage: int) -> Any:
     return parts, norms, full_parameters(net)
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @since("1.12", "it has no sequence parallelism", package="accelerate")
 @since("0.19.8", "its loader of parts of sequences does not run on gloo")
 @pytest.mark.parametrize("stage", [1, 2, 3])

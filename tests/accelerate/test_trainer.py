@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from tests.accelerate.runs import launched
 from tests.harness.engines import configuration
-from tests.harness.extended import STAGES, VALUES
+from tests.harness.extended import STAGES
 from tests.harness.optimizers import Noted, ScheduleFree
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, Data, backward_of, loss_of, network, oracle
@@ -60,7 +60,7 @@ class ByShapes(InOrder):
         return self.optimizer
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_goes_by_shapes(stage: int, tmp_path: Path) -> None:
     """Also where the parameters are sharded from the beginning."""
@@ -112,7 +112,7 @@ def test_the_trainer(stage: int, clip: float, tmp_path: Path) -> None:
         assert distance(resumed[0][0], trained[0][0]) == 0.0
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_schedule_free_optimizer(stage: int, tmp_path: Path) -> None:
     """The Trainer calls `train()` in each backward, and `eval()` in each evaluation."""
@@ -204,6 +204,7 @@ def test_use_cpu_of_two_trainers(tmp_path: Path) -> None:
         assert [distance(parameters, full_parameters(expected.module)) for parameters in both] == [0.0, 0.0]
 
 
+@pytest.mark.extended
 def test_use_cpu_with_a_model_that_stage_3_shards_as_it_is_loaded(tmp_path: Path) -> None:
     """``from_pretrained`` reads the configuration before there is an engine; its batch sizes are of all ranks."""
     config = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
@@ -238,7 +239,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     )  # fmt: skip
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("True-3",))
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("given", [False, True])
 def test_the_trainer_trains_on_with_the_optimizer_that_it_was_given(stage: int, given: bool, tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def change_gradients(model: torch.nn.Module) -> float:
     return norm
 
 
-@pytest.mark.extended(but=("0.05-3", "0.0-2"))
+@pytest.mark.extended(but=("0.0-2",))
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_callbacks_before_the_step_have_averaged_gradients(stage: int, clip: float, tmp_path: Path) -> None:
@@ -333,6 +334,7 @@ def _no_memory(_: torch.Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
 
+@pytest.mark.extended(but=("True",))
 @pytest.mark.parametrize("configured", [False, True])
 def test_auto_find_batch_size(configured: bool, tmp_path: Path) -> None:
     """After an out-of-memory error, model and moments go on, as without DeepSpeed; the schedule begins anew."""
@@ -360,6 +362,7 @@ def test_auto_find_batch_size(configured: bool, tmp_path: Path) -> None:
         assert distance(parameters, full_parameters(expected.module)) == 0.0
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_new_optimizer_or_trainer_for_a_trained_model(
     stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -428,6 +431,7 @@ def test_schedulers_in_a_row_go_without_empty_groups() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.005]) == scheduler.get_last_lr()
 
 
+@pytest.mark.extended
 def test_a_group_without_parameters(tmp_path: Path) -> None:
     def job() -> Any:
         trainer = WithAnEmptyGroup(model := Model(), arguments(tmp_path), train_dataset=Rows(4))

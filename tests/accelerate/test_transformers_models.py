@@ -66,7 +66,7 @@ BUDGETS = [(None, 0), (LAYER_BYTES, 0), (0, 0)]
 BUDGETS_OF_STAGE_3 = [(None, "all"), (LAYER_BYTES, LAYER_BYTES), (0, 0)]
 
 
-@pytest.mark.extended(but=("3-True",))
+@pytest.mark.extended
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_deepspeed_with_activation_checkpointing(stage: int, reentrant: bool, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from tests.harness.engines import make_engine, rank, start
-from tests.harness.extended import STAGES, VALUES
+from tests.harness.extended import STAGES
 from tests.harness.oracle import Oracle, distance, full_parameters, of_trained
 from tests.harness.ranks import run_ranks
 from tests.harness.releases import since
@@ -63,7 +63,7 @@ def plain_torch() -> dict[str, torch.Tensor]:
     return Oracle(net, sgd(net)).train(loss_of, 3, 2)
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("3-torch",))
 @pytest.mark.parametrize(
     "how",
     [
@@ -164,7 +164,7 @@ def evaluated(net: Any) -> torch.Tensor:
         return sequences(net, 9, 0)
 
 
-@pytest.mark.extended(but=("encoder-False", "listed-True"))
+@pytest.mark.extended
 @pytest.mark.parametrize("eager_frames", [True, False])
 @pytest.mark.parametrize("kind", READERS)
 def test_modules_that_read_the_parameters_of_others(kind: str, eager_frames: bool) -> None:

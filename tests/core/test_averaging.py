@@ -30,7 +30,7 @@ def engine_of(net: nn.Module, stage: int, **options: Any) -> Any:
     return engine, attach(engine, **options)
 
 
-@pytest.mark.extended(but=("ema-3, held", "swa-2"))
+@pytest.mark.extended(but=("ema-3, held",))
 @KINDS
 @pytest.mark.parametrize("ema", [True, False], ids=["ema", "swa"])
 def test_averaged_model_over_a_checkpoint(stage: int, options: dict[str, Any], ema: bool, tmp_path: Path) -> None:

@@ -233,6 +233,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.extended
 def test_damaged_files_are_loaded_by_none(tmp_path: Path) -> None:
     def run() -> float:
         attach(engine := make_engine(3), checkpoint_format="distributed")

@@ -70,6 +70,13 @@ CASES = [
 ]
 
 
+@pytest.mark.extended(
+    but=(
+        "a loss of its own-0",
+        "a loss of its own-3",
+        "torch.func-0",
+    )
+)
 @pytest.mark.parametrize(("how", "begins"), CASES)
 def test_it_trains_as_in_plain_torch(how: str, begins: int) -> None:
     """Also where only some steps do it. A unit's parameters have no memory between its forward and its backward."""
@@ -151,6 +158,12 @@ class WithTable(nn.Module):
 RETURNED = ["themselves", "detached", "transposed", "halves in a dictionary", "expanded", "under a transform"]
 
 
+@pytest.mark.extended(
+    but=(
+        "themselves",
+        "halves in a dictionary",
+    )
+)
 @pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.off_device("transforms of torch.func"))
                                  if how == "under a transform" else how for how in RETURNED])  # fmt: skip
 def test_a_unit_may_return_its_parameters_or_views_of_them(how: str) -> None:

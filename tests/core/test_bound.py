@@ -42,6 +42,7 @@ def trained(stage: int, memory: tuple[int, int] | None, options: dict[str, Any])
     return report, both.error()
 
 
+@pytest.mark.extended(but=("2-memory1-options1-1", "2-memory2-options2-2", "3-memory3-options3-2"))
 @pytest.mark.parametrize(
     ("stage", "memory", "options", "reductions"),
     [
@@ -80,6 +81,7 @@ def test_all_ranks_do_what_the_smallest_device_needs_and_the_first_says_so() -> 
     assert "take 2.048 kB until they are reduced, of 20.48 kB that are free on 20.48 kB" in text[0]
 
 
+@pytest.mark.extended(but=("forward-3",))
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_an_error_for_lack_of_memory_says_what_is_held(stage: int, where: str) -> None:

@@ -189,6 +189,7 @@ def test_what_deepspeed_cannot_load_is_an_error_of_all(tmp_path: Path) -> None:
     assert run_ranks(run) == [0.0] * 2
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_module_alone(stage: int, tmp_path: Path) -> None:
     """Its weights are those that were saved; moments and counters stay, and training goes on from there."""

@@ -75,6 +75,7 @@ def sent(zerosync: Any) -> tuple[int, int]:
     return zerosync.report.bytes_sent, zerosync.report.floor_bytes
 
 
+@pytest.mark.extended(but=("all",))
 @pytest.mark.parametrize("budget", ["all", 3 * 4 * WIDTH * WIDTH])
 @pytest.mark.off_device("NCCL's comparison of gathers, 16 bytes per step, is more than 2 % of so little")
 def test_they_are_sent_once(budget: Any) -> None:

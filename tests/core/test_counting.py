@@ -103,6 +103,7 @@ def test_a_report_has_what_the_process_sends(native: bool) -> None:
                 assert of_report == of_process != {}, case
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_several_engines_of_a_process_have_it_between_them(stage: int) -> None:
     """Each its own, also where a forward of one is between forward and backward of the other."""

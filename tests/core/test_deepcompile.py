@@ -87,6 +87,7 @@ def test_equal_to_plain_torch_also_what_eager_frames_bring(stage: int, options: 
         assert report.reductions >= reductions if reductions > 1 else report.reductions == 1
 
 
+@pytest.mark.extended
 def test_exceptions_leave_nothing() -> None:
     class Fails(Small):
         fail = False

@@ -40,6 +40,7 @@ def batch(step: int, of_rank: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + of_rank))
 
 
+@pytest.mark.extended(but=("the module inside",))
 @pytest.mark.parametrize("made_for", ["itself", "the module inside"])
 def test_it_trains_as_plain_torch(made_for: str) -> None:
     """Also where DeepSpeed, as 0.18.4, has taken the inner module's autograd functions for the wrapper's own."""

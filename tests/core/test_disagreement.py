@@ -17,7 +17,7 @@ from torch import nn
 from tests.harness import engines
 from tests.harness.copying import adamw, loss_of, make_engine, network, oracle
 from tests.harness.engines import expect_timeout, rank, start
-from tests.harness.extended import STAGES, VALUES
+from tests.harness.extended import STAGES
 from tests.harness.groups import ROWS
 from tests.harness.native import send_natively
 from tests.harness.oracle import Oracle, distance, full_parameters
@@ -35,6 +35,7 @@ SHARDED = dict.fromkeys(
 ends_by_timeout = pytest.mark.off_device("gloo's timeout ends a wait with an error; NCCL's ends the process")
 
 
+@pytest.mark.extended(but=("2-True",))
 @pytest.mark.parametrize("promised", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_different_numbers_of_backwards_are_right(stage: int, promised: bool) -> None:
@@ -70,7 +71,7 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.extended(but=("2-reduced at every backward", "3-a rank is elsewhere"))
+@pytest.mark.extended(but=("3-a rank is elsewhere",))
 @ends_by_timeout
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 @pytest.mark.parametrize("stage", [2, 3])
@@ -132,6 +133,12 @@ ALONE = {
 }
 
 
+@pytest.mark.extended(
+    but=(
+        "2-save",
+        "3-collect",
+    )
+)
 @ends_by_timeout
 @pytest.mark.parametrize(("stage", "act"), ALONE)
 def test_one_rank_alone(stage: int, act: Callable[[Any, Path], None], tmp_path: Path) -> None:
@@ -181,7 +188,12 @@ def _raise(_: Any) -> None:
     raise ValueError("boom")
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(
+    but=(
+        "2-engine",
+        "3-raw",
+    )
+)
 @pytest.mark.off_device("by order alone, reductions would meet others: ranks get the error of the next test")
 @pytest.mark.parametrize("how", ["engine", "raw", "raw, dropped by abort()"])
 @pytest.mark.parametrize("stage", [2, 3])

@@ -65,6 +65,7 @@ def test_other_stages_and_numbers_of_ranks(tmp_path: Path) -> None:
         assert max(distance(parameters, expected) for parameters in ended) == 0.0, RUNS[run]
 
 
+@pytest.mark.extended
 def test_sequence_parallelism(tmp_path: Path) -> None:
     """By an ``mpu``, as Accelerate makes it, ZeRO shards over all ranks, and is saved so."""
     runs = ((2, 2), (3, 4), (1, 1))
@@ -121,6 +122,13 @@ Run = tuple[int, int, dict[str, Any]]
 """Stage, ranks, and options of DeepSpeed."""
 
 
+@pytest.mark.extended(
+    but=(
+        "no states-first2-second2",
+        "noted-first5-second5",
+        "compiled-first6-second6",
+    )
+)
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
@@ -179,6 +187,7 @@ def everything(folder: Path) -> dict[Any, Any]:
     return {key: reader.object(key) for key in reader.stored if key[0] in ("model", "optimizer")}
 
 
+@pytest.mark.extended(but=("stages0",))
 @pytest.mark.parametrize("stages", [(2, 3), (3, 1)])
 def test_layers_that_were_stepped_in_other_steps(stages: tuple[int, int], tmp_path: Path) -> None:
     """Each parameter goes on with its own step count: a frozen one was not stepped."""
@@ -218,6 +227,7 @@ def test_layers_that_were_stepped_in_other_steps(stages: tuple[int, int], tmp_pa
             assert distance(ended, expected) == 0.0, run
 
 
+@pytest.mark.extended
 def test_another_number_of_backwards(tmp_path: Path) -> None:
     """For the same global batch, on fewer ranks; a load in the middle of accumulation begins anew."""
 

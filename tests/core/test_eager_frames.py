@@ -202,6 +202,7 @@ TABLE, WEIGHT = WORDS * WIDTH * 4, WIDTH * WIDTH * 4
 BACKENDS = ("eager", "aot_eager")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["", *(pytest.param(each, marks=pytest.mark.slow) for each in BACKENDS)])
 def test_what_is_gathered_goes_with_its_last_claim(backend: str) -> None:
     def run() -> list[float]:
@@ -330,6 +331,7 @@ def test_a_module_that_runs_inside_itself(backend: str) -> None:
         assert error == 0.0
 
 
+@pytest.mark.extended
 def test_modules_inside_a_leaf_of_zero_3_read_their_parameters_themselves() -> None:
     def run() -> float:
         torch.manual_seed(0)
@@ -396,7 +398,7 @@ class Slow:
         self._target.copy_(self._arrived)
 
 
-@pytest.mark.extended(but=("-options0",))
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("backend", "options"),
     [

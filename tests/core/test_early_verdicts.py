@@ -58,6 +58,7 @@ def test_a_rank_that_raised(tmp_path: Path) -> None:
         assert told.count("Verdict") == 1 and "Either a rank has ended" in told, told
 
 
+@pytest.mark.extended(but=("left",))
 @pytest.mark.parametrize("how", ["killed", "left"])
 def test_a_rank_whose_process_has_ended(tmp_path: Path, how: str) -> None:
     """As on NCCL, where no connection tells of it: the waiting ranks have none to it."""
@@ -129,7 +130,7 @@ def gathers() -> None:
     engine(torch.ones(2, 8), rank() == 0)
 
 
-@pytest.mark.extended(but=("messages", "gathers"))
+@pytest.mark.extended(but=("messages",))
 @pytest.mark.parametrize(
     ("act", "verdict"),
     [

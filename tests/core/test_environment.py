@@ -83,6 +83,7 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@pytest.mark.extended(but=("False-3",))
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.off_device("gloo's rules")), True])
 def test_an_engine_says_it_once_on_the_first_rank(stage: int, native: bool) -> None:

@@ -30,6 +30,7 @@ def trained(stage: int, options: dict[str, Any], zero: dict[str, Any] | None = N
     return Beside(lambda: matrices(WIDTH, LAYERS), sgd, square_of(data), stage, zero, options, **config)
 
 
+@pytest.mark.extended(but=("False-3-options2",))
 @pytest.mark.parametrize(("stage", "options"), STAGES)
 @pytest.mark.parametrize("raw", [False, True])
 def test_the_first_window_of_one_backward_reduces_while_it_runs(stage: int, options: dict[str, Any], raw: bool) -> None:
@@ -62,6 +63,7 @@ def test_accumulation_by_deepspeed_is_expected_of_raw_backwards() -> None:
     assert run_ranks(run) == [[(1, 1), (1, 1)]] * 2
 
 
+@pytest.mark.extended(but=("3-options2",))
 @pytest.mark.parametrize(("stage", "options"), STAGES)
 def test_a_reduced_gradient_is_an_error_to_use_and_none_to_replace(stage: int, options: dict[str, Any]) -> None:
     """As programs for plain torch use it; and a later backward finds no trace of what stood for it."""
@@ -97,6 +99,7 @@ def test_a_reduced_gradient_is_an_error_to_use_and_none_to_replace(stage: int, o
     assert max(run_ranks(run)) < 1e-6
 
 
+@pytest.mark.extended(but=("3-options0-zero0",))
 @pytest.mark.parametrize(
     ("stage", "options", "zero"),
     [(3, {}, OFFLOAD), (2, {}, OFFLOAD), (2, {}, {"compute_grad_norm": False}), (2, {"loss_reduction": "sum"}, {})],

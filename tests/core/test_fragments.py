@@ -53,7 +53,7 @@ class Both(Beside):
         self.pairs = list(zip(self.net.parameters(), self.plain.parameters(), strict=True))
 
 
-@pytest.mark.extended(but=("2-options4", "3-options5"))
+@pytest.mark.extended(but=("3-options5",))
 @pytest.mark.parametrize(
     ("stage", "options"),
     [(1, {}), (2, {}), (3, {}), (3, {"zero": SHARDED}), (2, {"coalesce": False}), (3, {"coalesce": False})],
@@ -84,6 +84,7 @@ def test_gradients(stage: int, options: dict[str, Any]) -> None:
         assert (read, error) == (0.0, 0.0)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_changed_while_it_is_local(stage: int) -> None:
     def run() -> float:
@@ -141,6 +142,7 @@ def test_a_gradient_that_is_shared_and_kept(stage: int) -> None:
     assert run_ranks(run) == [True, True]
 
 
+@pytest.mark.extended(but=("persistent",))
 @pytest.mark.parametrize("zero", [None, SHARDED], ids=["persistent", "sharded"])
 def test_local_gradients_of_stage_3(zero: dict[str, Any] | None) -> None:
     def run() -> float:
@@ -169,7 +171,7 @@ def _part(full: torch.Tensor) -> torch.Tensor:
     return full.flatten().chunk(2)[rank()]
 
 
-@pytest.mark.extended(but=("2-None-options1", "3-zero4-options4"))
+@pytest.mark.extended(but=("3-zero4-options4",))
 @pytest.mark.parametrize(
     ("stage", "zero", "options"),
     [
@@ -259,7 +261,7 @@ def test_a_shard_that_is_not_full(stage: int) -> None:
     assert run_ranks(run, world_size=4) == [0.0] * 4
 
 
-@pytest.mark.extended(but=("host",))
+@pytest.mark.extended
 @pytest.mark.parametrize("budget", [{"host": "1MiB"}, {"node": "all"}], ids=["host", "node"])
 def test_what_is_set_between_two_backwards_is_in_the_copies(budget: dict[str, Any]) -> None:
     def run() -> float:

@@ -30,6 +30,7 @@ def plain(factor: float, batches: int = BATCHES) -> dict[str, torch.Tensor]:
     )
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_step_uses_what_is_left(stage: int) -> None:
     def run() -> float:
@@ -52,6 +53,7 @@ def test_the_step_uses_what_is_left(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_under_a_loss_scale(stage: int) -> None:
     """As under fp16: a backward multiplies by it, and DeepSpeed divides by it in the step."""
@@ -100,6 +102,7 @@ def test_without_gradients_and_with_some_dropped(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended
 def test_over_groups_of_ranks() -> None:
     """Each rank sees its groups' gradients; clipped by the norm of all groups, the same on every rank."""
 

@@ -114,6 +114,7 @@ class Stops(nn.Module):
         return hidden.mean() if stop else self.second(hidden).square().mean()
 
 
+@pytest.mark.extended(but=("to write",))
 @pytest.mark.parametrize("reads", [True, False], ids=["to read", "to write"])
 def test_what_is_on_its_way_is_waited_for(reads: bool) -> None:
     """DeepSpeed takes a prefetched parameter for gathered: it reads what is not there, and fails at the end."""

@@ -74,12 +74,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.extended(
-    but=(
-        "1-{}-{}", "3-{'stage3_param_persistence_threshold': 0}-{}",
-        "3-{'stage3_param_persistence_threshold': 0}-{'param_memory_budget': 'all'}",
-    )
-)  # fmt: skip
+@pytest.mark.extended
 @pytest.mark.parametrize(("stage", "zero", "options"), CASES, ids=lambda value: str(value))
 def test_training_goes_on_as_without_it(stage: int, zero: Any, options: Any, tmp_path: Path) -> None:
     """Between steps, in mid-window and in a forward, of a model that plain torch trains beside it."""
@@ -134,6 +129,7 @@ def train(engine: Any, k: int) -> None:
     engine.step()
 
 
+@pytest.mark.extended(but=("one by one",))
 @pytest.mark.parametrize("consumed", ["one by one", "kept"])
 def test_memory_is_bounded_by_buckets(consumed: str) -> None:
     """Of many layers, no more than one bucket is there at once, unless the consumer keeps what it is given."""

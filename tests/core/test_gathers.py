@@ -111,6 +111,7 @@ def test_reads_are_in_the_order_too() -> None:
         assert one_order_for_all(list(by_rank))
 
 
+@pytest.mark.extended
 def test_another_order_on_some_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above: rank 0 issues what it wants at once in the reverse order of its groups."""
     stock = GatherScheduler.in_order
@@ -144,6 +145,7 @@ def test_a_backends_own_gathers_are_in_deepspeeds_log_where_it_keeps_one() -> No
     assert run_ranks(run, world_size=WORLD) == [([False, True], [float(rank) for rank in range(WORLD)])] * WORLD
 
 
+@pytest.mark.extended(but=("own_communicator",))
 @pytest.mark.parametrize("sharing", ["per_group", "own_communicator"])
 def test_gathers_over_a_communicator_of_their_own(sharing: str) -> None:
     """By NCCL's rules: no reduction is between them, both have one order on all ranks, and nothing is left of it."""

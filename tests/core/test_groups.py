@@ -133,7 +133,7 @@ def test_full_parameters_are_on_the_first_rank_of_each_group() -> None:
 READS: list[dict[str, Any]] = [{}, {"param_memory_budget": "all"}, {"param_memory_budget": 600}]
 
 
-@pytest.mark.extended(but=("-options0",))
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
@@ -165,6 +165,7 @@ def test_reads_gather_over_the_group_of_the_parameter(backend: str, options: lis
             assert norms == first == pytest.approx(expected, rel=NORM) and reductions == 1
 
 
+@pytest.mark.extended
 @pytest.mark.off_device("the host does not wait for the answer there: not this step says so, but what comes next")
 def test_ranks_that_read_different_parameters_of_one_size() -> None:
     """By all-reduce, what they gather meets, as if nothing were wrong; the step says which reads differ."""

@@ -39,7 +39,7 @@ class Pair(Beside):
         super().__init__(lambda: stack(WIDTH, LAYERS), adamw, square_of(data), 3, zero, options)
 
 
-@pytest.mark.extended(but=("4608-all-2-3-0", "0-2303-0-0-1000000000"))
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("device", "host", "held", "kept", "reuse"),
     [
@@ -79,6 +79,7 @@ def test_each_is_gathered_once(device: int, host: Any, held: int, kept: int, reu
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended
 def test_evaluation_fills_it_for_the_window() -> None:
     """A copy holds from step to step, whoever gathered it; the phase of inference uses it, too."""
 

@@ -41,7 +41,7 @@ def network() -> Network:
 data = noise(4, WIDTH)
 
 
-@pytest.mark.extended(but=("2-options0-0", "3-options1-20", "3-options3-0"))
+@pytest.mark.extended(but=("2-options0-0",))
 @pytest.mark.parametrize("threshold", [0, 20])
 @pytest.mark.parametrize(
     ("stage", "options"),

@@ -164,15 +164,18 @@ def errors_of(programs: list[Backward], stage: int, **options: Any) -> dict[str,
 TRANSFORMS = [torch_func_grad, torch_func_vmap]  # whose tensors have no storage that the simulated device could follow
 
 
+@pytest.mark.extended
 @pytest.mark.off_device("transforms of torch.func")
 def test_on_stage_2() -> None:
     assert max(errors_of(PROGRAMS, 2).values()) < 1e-5
 
 
+@pytest.mark.extended
 def test_where_all_is_held() -> None:
     assert max(errors_of([each for each in PROGRAMS if each not in TRANSFORMS], 3, **HELD).values()) < 1e-5
 
 
+@pytest.mark.extended
 @pytest.mark.off_device("transforms of torch.func")
 def test_where_a_transform_gathers_what_is_held() -> None:
     assert max(errors_of(TRANSFORMS, 3, **HELD).values()) < 1e-5
@@ -184,6 +187,13 @@ def test_transforms_where_nothing_is_held(backward: Backward) -> None:
     assert max(errors_of([backward], 3).values()) < 1e-5
 
 
+@pytest.mark.extended(
+    but=(
+        "grad_of_parameters",
+        "weight_detached_in_a_function",
+        "gradient_penalty",
+    )
+)
 @pytest.mark.parametrize("backward", [each for each in PROGRAMS if each not in TRANSFORMS])
 def test_where_nothing_is_held(backward: Backward) -> None:
     assert max(errors_of([backward], 3).values()) < 1e-5

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,6 +41,7 @@ class Model(nn.Module):
 data = noise(12, WIDTH)
 
 
+@pytest.mark.extended
 def test_experts_on_groups_equal_all_experts_in_one_process() -> None:
     def run() -> Any:
         start()

@@ -318,7 +318,7 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.extended(but=("first-3-budget2",))
+@pytest.mark.extended
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("stage", "budget"), [(1, MIXED), (2, NODE), (3, NODE), (3, MIXED)])
 @pytest.mark.parametrize("cases", [CASES[:7], CASES[7:]], ids=["first", "second"])

@@ -47,7 +47,7 @@ def loss_of(module: Any, k: int, of_rank: int) -> torch.Tensor:
     return module(inputs(k, of_rank)).square().mean()
 
 
-@pytest.mark.extended(but=("2-budget0", "3-budget3"))
+@pytest.mark.extended
 @pytest.mark.parametrize(("stage", "budget"), BUDGETS)
 def test_reads_edits_and_an_abort_in_mid_window(stage: int, budget: Any) -> None:
     """What was aborted leaves nothing behind."""
@@ -81,7 +81,7 @@ def test_reads_edits_and_an_abort_in_mid_window(stage: int, budget: Any) -> None
     assert run_ranks(run, world_size=4, env=NODES) == [0.0] * 4
 
 
-@pytest.mark.extended(but=("budget0",))
+@pytest.mark.extended
 @pytest.mark.parametrize("budget", [NODE, MIXED])
 def test_what_is_written_in_mid_window_is_what_later_backwards_use(budget: Any) -> None:
     def run() -> float:
@@ -104,7 +104,7 @@ def test_what_is_written_in_mid_window_is_what_later_backwards_use(budget: Any) 
     assert run_ranks(run, world_size=4, env=NODES) == [0.0] * 4
 
 
-@pytest.mark.extended(but=("3-budget3",))
+@pytest.mark.extended
 @pytest.mark.parametrize(("stage", "budget"), BUDGETS)
 def test_a_run_that_is_resumed_has_the_same_bits(stage: int, budget: Any, tmp_path: Path) -> None:
     """The same operations on the same values, so on any processor."""

@@ -217,6 +217,7 @@ def test_its_own_options_count_and_the_learning_rate_does_not() -> None:
     assert probe(optimizer).scope is Scope.PARAMETER
 
 
+@pytest.mark.extended(but=("options2",))
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True, "maximize": True}])
 def test_torch_optimizers_that_are_elementwise(options: dict[str, bool]) -> None:
     class Mine(torch.optim.AdamW):

@@ -101,6 +101,7 @@ def _with_an_empty_group(module: torch.nn.Module, last_rate: float) -> torch.opt
     )
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_schedulers_go_without_groups_that_deepspeed_has_dropped(stage: int) -> None:
     """One that the engine steps, or the program; an error where rates do not say which group was empty."""

@@ -16,7 +16,7 @@ from zerosync_strategy.core.failures.errors import CheckpointError
 STAGES = {"3": (3, 3, 3, 3, 3), "2": (2, 1, 2, 1, 2), "mixed": (2, 3, 1, 3, 2)}  # of each run
 
 
-@pytest.mark.extended(but=("mixed",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stages", STAGES)
 def test_other_numbers_of_ranks(stages: str, tmp_path: Path) -> None:
     def train(run: int, stage: int) -> dict[str, torch.Tensor]:

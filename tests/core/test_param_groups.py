@@ -40,6 +40,12 @@ def batch(step: int, of_rank: int) -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + of_rank))
 
 
+@pytest.mark.extended(
+    but=(
+        "1",
+        "3",
+    )
+)
 @STAGES
 def test_groups_have_the_modules_parameters(stage: int) -> None:
     """Before, between and after backward and step; a gradient that has gone from its parameter says what to do."""
@@ -92,6 +98,7 @@ def test_groups_have_the_modules_parameters(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("1",))
 @STAGES
 def test_states_of_a_parameter(stage: int, tmp_path: Path) -> None:
     """Asked for by parameter they are an error; by the functions that it names, and all together, they are reset."""

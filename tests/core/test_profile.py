@@ -9,6 +9,7 @@ from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_phases_carry_names(stage: int) -> None:
     def run() -> set[str]:

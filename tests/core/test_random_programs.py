@@ -36,19 +36,21 @@ def some_of(some: Iterable[int], others: Iterable[int]) -> Any:
     )
 
 
+@pytest.mark.extended(but=("some-3",))
 @pytest.mark.parametrize("stage", STAGES)
 @some_of([*range(6), 2116], range(6, 30))  # in 2116, a gather is in flight when a step begins
 def test_random_programs(stage: int, seeds: Iterable[int]) -> None:
     assert run_ranks(failures, seeds, stage, timeout=240) == [[], []]
 
 
-@pytest.mark.extended(but=("some-3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @some_of(range(1000, 1003), range(1003, 1008))
 def test_random_programs_on_three_ranks(stage: int, seeds: Iterable[int]) -> None:
     assert run_ranks(failures, seeds, stage, 3, world_size=3, timeout=240) == [[], [], []]
 
 
+@pytest.mark.extended(but=("some-3",))
 @pytest.mark.parametrize("stage", STAGES)
 @some_of(range(3000, 3003), range(3003, 3012))
 def test_random_programs_by_native_collectives(

@@ -137,6 +137,13 @@ def values(step: int, of_rank: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + of_rank))
 
 
+@pytest.mark.extended(
+    but=(
+        "fused-gathered anew",
+        "parametrizations-held",
+        "fused by transforms-gathered anew",
+    )
+)
 @OPTIONS
 @pytest.mark.parametrize(
     "how",

@@ -10,7 +10,6 @@ import torch
 from tests.accelerate import runs as accelerate_runs
 from tests.harness import problem
 from tests.harness.engines import make_engine
-from tests.harness.extended import VALUES
 from tests.harness.oracle import Oracle, distance, full_parameters
 from tests.harness.problem import Data, adamw, loss_of
 from tests.harness.ranks import run_ranks
@@ -68,7 +67,7 @@ def test_plain_deepspeed_and_its_checkpoint(stage: int, zero: dict[str, Any], tm
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("dtype1-sharded",))
 @pytest.mark.parametrize("zero", [{}, ALL_SHARDED], ids=["persistent", "sharded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_saved_model(dtype: torch.dtype, zero: dict[str, Any], tmp_path: Path) -> None:
@@ -116,6 +115,7 @@ def test_lightning(sharded_from_the_start: bool) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended
 def test_accelerate() -> None:
     def run() -> float:
         training = accelerate_runs.start(3, batches=4, optimizer=adamw, make=Scaled)

@@ -70,6 +70,7 @@ ALL = {"param_memory_budget": "all"}
 OF_STOCK = since("0.19.8", "stock costs something else")
 
 
+@pytest.mark.extended(but=("held",))
 @pytest.mark.parametrize("options", [{}, ALL], ids=["gathered anew", "held"])
 def test_stage_3_costs_the_same_on_any_number_of_ranks(options: dict[str, Any]) -> None:
     calls, operators = cost(8, 4, options)

@@ -81,7 +81,7 @@ def plain_torch(steps: int, ranks: int) -> dict[str, torch.Tensor]:
     )
 
 
-@pytest.mark.extended(but=("bf16-2-3", "offload-1-2"))
+@pytest.mark.extended
 @except_from("0.18.7", "0.19.0", "stock cannot step on stages 1 and 2 with every torch")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])

@@ -154,7 +154,7 @@ def test_as_megatron_does_it(stage: int, world_size: int, tmp_path: Path) -> Non
     assert set(calls) == {1 + compares}  # the norm, with what ranks say of their backwards
 
 
-@pytest.mark.extended(but=("2-2", "4-1"))
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "stage", [1, 2, pytest.param(3, marks=since("0.19.8", "earlier ones refuse AutoTP on stage 3"))]
 )
@@ -184,6 +184,7 @@ def test_by_autotp(stage: int, world_size: int, tmp_path: Path) -> None:
     assert max(run_ranks(run, world_size=world_size)) < ROUNDED
 
 
+@pytest.mark.extended
 @pytest.mark.off_device("its communicator takes no call of a rank that is not in the group")
 def test_a_programs_own_collectives() -> None:
     """Over groups with any ranks, also where no launcher says the nodes; a rank that is in none may call them."""

@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 FROZEN: dict[int, set[int]] = {0: {0, 1, 2, 6}, 1: {4, 5}, 2: {0, 1, 2, 3, 4}}
 
 
-@pytest.mark.extended(but=("1-adamw-options0", "3-no state-options6", "3-adamw-options12"))
+@pytest.mark.extended(but=("3-no state-options6",))
 @pytest.mark.parametrize(
     ("stage", "optimizer", "options"),
     [
@@ -128,6 +128,7 @@ def test_parameters_that_are_frozen_for_some_steps(
         assert unmoved and error <= (0.05 if half else 0.0)
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_frozen_between_backward_and_step_is_stepped(stage: int) -> None:
     """It has a gradient. So it has where only one of several backwards gave it one; not where a window was dropped."""

@@ -48,6 +48,7 @@ def of_units(gradients: dict[str, torch.Tensor]) -> dict[str, float]:
     return {unit: square**0.5 for unit, square in squares.items()}
 
 
+@pytest.mark.extended(but=("1-options0-zero0-AdamW", "3-options4-zero4-AdamW"))
 @pytest.mark.parametrize(
     ("stage", "options", "zero", "make"),
     [

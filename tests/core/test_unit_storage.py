@@ -83,6 +83,7 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_what_is_gathered_together_shares_one_aligned_storage(budget: Any) -> None:
     """Without what several units have, and with bytes only where some of it is unsharded."""
@@ -113,6 +114,7 @@ def test_what_is_gathered_together_shares_one_aligned_storage(budget: Any) -> No
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_edits_of_one_parameter_are_of_that_one_alone(budget: Any) -> None:
     """Also where values were exchanged within a unit, as by a program that swaps or merges weights."""
@@ -135,6 +137,7 @@ def test_edits_of_one_parameter_are_of_that_one_alone(budget: Any) -> None:
     assert run_ranks(lambda: trained(budget, edit)) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("all",))
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_contexts_of_one_parameter_of_a_unit(budget: Any) -> None:
     def context(net: Net, k: int) -> None:
@@ -169,6 +172,7 @@ def kept(budget: Any) -> tuple[list[bool], list[int]]:
     return same, [view.untyped_storage().nbytes() for view, _ in views]
 
 
+@pytest.mark.extended
 def test_a_view_that_is_kept_keeps_the_storage_of_its_unit_and_no_more() -> None:
     """Held until the step, it stays what it was; else its bytes go with the unit's."""
     unit = sum(-(-4 * param.numel() // ALIGNMENT) * ALIGNMENT + ALIGNMENT for param in Block().parameters())
@@ -237,6 +241,12 @@ def shared(budget: Any) -> float:
     return trained(budget, lambda net, k: None, share)
 
 
+@pytest.mark.extended(
+    but=(
+        "all",
+        "2304",
+    )
+)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_memory_that_other_processes_share(budget: Any) -> None:
     assert run_ranks(shared, budget) == [0.0, 0.0]

@@ -105,7 +105,7 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any] | None, Callable[..., Any] | Non
 CASES = [*((place, "nothing") for place in PLACES), *(("sharded", recomputed) for recomputed in list(CHECKPOINTS)[1:])]
 
 
-@pytest.mark.extended(but=("sharded-nothing", "held in part-nothing", "sharded-both"))
+@pytest.mark.extended(but=("sharded-nothing",))
 @pytest.mark.parametrize(("place", "recomputed"), CASES)
 def test_any_program_is_that_of_plain_torch(place: str, recomputed: str) -> None:
     zero, options = PLACES[place]
@@ -195,6 +195,7 @@ def repeat_all(function: Any, x: torch.Tensor) -> Any:
         return checkpoint(function, x, use_reentrant=False)
 
 
+@pytest.mark.extended(but=("all of blocks",))
 @pytest.mark.parametrize(
     "outer", [lambda block, x: block(x), recompute(False), repeat_all, recompute(True)],
     ids=["nothing", "blocks", "all of blocks", "reentrant"],
@@ -285,6 +286,7 @@ def test_an_exception_as_values_arrive_leaves_nothing_on_its_way(monkeypatch: py
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended
 def test_a_gather_of_the_program_in_flight_does_not_hide_an_exception() -> None:
     """What it has begun by DeepSpeed's own functions is its own to wait for."""
 
@@ -337,6 +339,7 @@ def test_forwards_without_gradients_gather_what_is_not_there() -> None:
         assert near[0] == [True, False, False, True, False] * 2 and all(far[0])
 
 
+@pytest.mark.extended(but=("1000000000-36",))
 @pytest.mark.parametrize(("near", "stay"), [(10**9, 36), (600, 9), (0, 0)])
 def test_what_stays_for_the_next_micro_batch(near: int, stay: int) -> None:
     """The first units, after each backward but the last, as far as the window before tells; writes count."""

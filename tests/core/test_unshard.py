@@ -79,6 +79,7 @@ def test_all_parameters_held_reach_the_floor() -> None:
     assert report.collectives["isend"].bytes == size  # to the other rank, as much of each
 
 
+@pytest.mark.extended
 def test_the_next_engine_of_a_module_gathers_alike() -> None:
     """DeepSpeed keeps functions on the modules, by which backwards would gather and release for the engine before."""
 
@@ -96,6 +97,7 @@ def test_the_next_engine_of_a_module_gathers_alike() -> None:
         assert first == second
 
 
+@pytest.mark.extended
 @since("0.19.3", "a first module stays gathered from its backward on, and others are gathered more")
 def test_within_a_budget_the_most_gathered_are_held() -> None:
     def run(budget: int | str) -> Any:
@@ -114,7 +116,7 @@ def test_within_a_budget_the_most_gathered_are_held() -> None:
     assert sent[0] > sent[1] > sent[2]
 
 
-@pytest.mark.extended(but=("0",))
+@pytest.mark.extended
 @pytest.mark.parametrize("budget", [0, "all"])
 def test_others_may_gather_evaluate_and_save_in_mid_window(budget: Any) -> None:
     def run() -> float:
@@ -184,6 +186,7 @@ def test_what_others_release_is_there_for_the_backward(budget: Any, eager_frames
         assert run_ranks(ours, directory) == [0.0, 0.0]
 
 
+@pytest.mark.extended
 def test_an_early_evaluation_costs_no_gathers_later() -> None:
     def run(evaluate: bool) -> int:
         engine = make_engine(reuse=10**9)

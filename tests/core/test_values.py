@@ -218,7 +218,7 @@ OWN_WRITES: list[tuple[Callable[[nn.Parameter], None], int]] = [
 TORN = pytest.mark.off_device("a copy that nobody will read is made while a module begins to write")
 
 
-@pytest.mark.extended(but=("cpu-host-clear", "streams-held-replace"))
+@pytest.mark.extended(but=("cpu-host-clear",))
 @pytest.mark.parametrize(
     ("budget", "write", "first"),
     [
@@ -276,7 +276,7 @@ def test_what_is_looked_for_in_the_first_steps_is_found_after_loads(tmp_path: Pa
     assert run_ranks(run) == [[True] * WATCHED_STEPS] * 2
 
 
-@pytest.mark.extended(but=("budget2",))
+@pytest.mark.extended
 @pytest.mark.parametrize("budget", [0, HOST, {"device": 0, "node": "all"}])
 def test_what_one_rank_alone_finds_in_its_shard_is_in_the_copies_of_all(budget: Any) -> None:
     """A module clears a part of one rank's shard in the first micro-batch, and the second one uses it."""
@@ -349,6 +349,7 @@ def both(net: nn.Module, plain: nn.Module, zero: dict[str, Any]) -> tuple[Any, O
     return engine, Oracle(plain, torch.optim.SGD(plain.parameters(), lr=0.2))
 
 
+@pytest.mark.extended(but=("options1",))
 @pytest.mark.parametrize("options", [{}, {"param_memory_budget": "all"}])
 def test_modules_return_and_take_anything(options: dict[str, Any]) -> None:
     def run() -> float:
@@ -400,7 +401,7 @@ def penalty(net: Net) -> torch.Tensor:
     return 0.1 * sum(param.pow(2).sum() for param in net.online.parameters()) + net.words.weight.abs().mean()
 
 
-@pytest.mark.extended(but=("zero0-options0",))
+@pytest.mark.extended
 @pytest.mark.parametrize(("zero", "options"), [({}, {}), (SHARDED, {}), (SHARDED, {"param_memory_budget": "all"})])
 def test_penalties_on_parameters_train_them(zero: dict[str, Any], options: dict[str, Any]) -> None:
     """Computed beside the loss, and inside a forward."""
@@ -450,6 +451,7 @@ def test_a_penalty_in_a_compiled_forward() -> None:
         assert error == 0.0
 
 
+@pytest.mark.extended
 def test_what_is_written_is_saved(tmp_path: Path) -> None:
     """Of parameters that DeepSpeed keeps gathered, and of sharded ones, before any step follows."""
 

@@ -191,7 +191,7 @@ def test_frozen_edited_and_shown(stage: int) -> None:
     assert run_ranks(run) == [0.0, 0.0]
 
 
-@pytest.mark.extended(but=("adafactor-3", "mixed-2"))
+@pytest.mark.extended(but=("adafactor-3",))
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_checkpoints(name: str, stage: int, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.extended(but=("noted-3-zero3",))
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "stage", "zero"), CASES)
 def test_other_numbers_of_ranks(name: str, stage: int, zero: dict[str, Any], tmp_path: Path) -> None:
     def train(run: int) -> dict[str, torch.Tensor]:

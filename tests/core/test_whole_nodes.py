@@ -31,7 +31,7 @@ CASES: list[tuple[str, int, dict[str, Any], dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.extended(but=("False-2-2",))
+@pytest.mark.extended
 @pytest.mark.parametrize(("nodes", "size"), SHAPES)
 @pytest.mark.parametrize("native", [False, True])
 def test_training_is_that_of_plain_torch(nodes: int, size: int, native: bool) -> None:
@@ -150,6 +150,7 @@ def messages(world_size: int, size: int) -> tuple[int, int]:
     return len(zero.stepping_optimizer(engine).state), zerosync.report.collectives["isend"].calls
 
 
+@pytest.mark.extended
 @pytest.mark.off_device("counts what one rank asks for")
 @pytest.mark.parametrize(("nodes", "size"), [(4, 4), (16, 4), (4, 16)])
 def test_messages_grow_with_the_nodes_and_with_the_ranks_on_one(nodes: int, size: int) -> None:
@@ -160,6 +161,7 @@ def test_messages_grow_with_the_nodes_and_with_the_ranks_on_one(nodes: int, size
     assert (owned, sent) == (1, (size - 1) + 2 * (nodes - 1) + nodes * (size - 1))
 
 
+@pytest.mark.extended
 def test_fewer_matrices_than_places() -> None:
     """Ranks of a place that owns nothing reduce and give nothing; those of a node that owns nothing still pass on."""
 

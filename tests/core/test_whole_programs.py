@@ -32,7 +32,7 @@ def both(params: Iterable[Any]) -> Any:
     return MuonWithAdamW([each for each in params if each.dim() == 2], [each for each in params if each.dim() < 2])
 
 
-@pytest.mark.extended(but=("2-dtype1-options1-scale1-0.0-True", "3-dtype3-options3-scale3-1.0-True"))
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("stage", "dtype", "options", "scale", "clip", "overflows"),
     [
@@ -73,7 +73,7 @@ def test_training_in_16_bits(
         assert off < 0.1 and skipped == overflows
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_muon_with_adamw_in_one_optimizer(stage: int, tmp_path: Path) -> None:
     """The optimizer of the example, made under ``zero.Init`` on stage 3, saved and loaded."""

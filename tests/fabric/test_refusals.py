@@ -26,6 +26,7 @@ def test_names_are_registered() -> None:
     assert STRATEGY_REGISTRY.get("zerosync_stage_3_offload").config["zero_optimization"]["offload_param"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fabric_of_the_other_package(stage: int) -> None:
     """By name; the same files, with the other package's classes."""
@@ -72,6 +73,7 @@ def test_options() -> None:
             Fabric(accelerator="cpu", strategy=ZeroSyncFabricStrategy(), **options).launch()
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_in_a_run(stage: int) -> None:
     def run() -> None:

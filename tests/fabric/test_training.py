@@ -45,7 +45,7 @@ def test_accumulation(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [(0.0, [(4, 1, 1), (4, 1, 1), (4, 1, 1)])] * 2
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_schedule_free_optimizer(stage: int) -> None:
     def run() -> Any:
@@ -147,6 +147,7 @@ def test_a_norm_that_is_not_finite(stage: int) -> None:
     run_ranks(run, timeout=60)
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_schedulers_and_closures(stage: int) -> None:
     """The program steps the scheduler, given to `setup()` or not, before it or after."""
@@ -201,7 +202,7 @@ def test_schedulers_and_closures(stage: int) -> None:
     assert run_ranks(run, timeout=60) == [(0.0, True)] * 2
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_that_needs_whole_parameters(stage: int) -> None:
     def run() -> float:

@@ -50,12 +50,7 @@ def check(trial: Trial, framework: str, kind: str, victim: int = 1) -> None:
     assert trial.resumes
 
 
-@pytest.mark.extended(
-    but=(
-        "plain DeepSpeed-3-full disk-checkpoint", "Lightning-2-SIGTERM-forward",
-        "Lightning-3-out of memory-reduction",
-    )
-)  # fmt: skip
+@pytest.mark.extended(but=("plain DeepSpeed-3-full disk-checkpoint",))
 @pytest.mark.parametrize(("framework", "stage", "kind", "place"), SOME)
 def test_a_fault_ends_every_rank_with_a_sentence(framework: str, stage: int, kind: str, place: str) -> None:
     if kind == "full disk" and os.geteuid():
@@ -73,7 +68,7 @@ def test_every_fault(framework: str, stage: int, kind: str, place: str, world_si
     check(try_fault(framework, stage, kind, place, world_size), framework, kind)
 
 
-@pytest.mark.extended(but=("plain DeepSpeed-2-truncated", "Lightning-3-foreign"))
+@pytest.mark.extended(but=("plain DeepSpeed-2-truncated",))
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(("framework", "stage"), [("plain DeepSpeed", 2), ("Lightning", 3)])
 def test_damaged_checkpoint(framework: str, stage: int, damage: str) -> None:
@@ -105,6 +100,7 @@ def test_torchrun_restarts_a_job_that_lost_a_rank(stage: int, tmp_path: Path) ->
     assert distance(parameters, undisturbed) == 0.0
 
 
+@pytest.mark.extended(but=("step",))
 @pytest.mark.parametrize("where", ["step", "write"])
 def test_the_ranks_that_are_left_go_on(where: str, tmp_path: Path) -> None:
     """Started again by hand."""

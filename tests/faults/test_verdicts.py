@@ -27,6 +27,14 @@ SOME = [
 ALL = [(name, stage, ranks) for name, fault in FAULTS.items() for stage in fault.stages for ranks in (2, 4)]
 
 
+@pytest.mark.extended(
+    but=(
+        "skips a backward-1-2",
+        "is killed in a module-2-2",
+        "sleeps in a module-3-2",
+        "raises an exception-2-2",
+    )
+)
 @pytest.mark.parametrize(("name", "stage", "world_size"), SOME)
 def test_verdict_on_a_fault(name: str, stage: int, world_size: int) -> None:
     for verdict in verdicts(name, stage, world_size):
@@ -40,7 +48,7 @@ def test_verdict_on_every_fault(name: str, stage: int, world_size: int) -> None:
     test_verdict_on_a_fault(name, stage, world_size)
 
 
-@pytest.mark.extended(but=("skips a module-3", "calls a barrier of its own-2"))
+@pytest.mark.extended(but=("skips a module-3",))
 @pytest.mark.parametrize(
     ("name", "stage"),
     [(name, stage) for name, fault in FAULTS.items() if fault.within is fault.before is None or fault.before is meet

@@ -1,4 +1,5 @@
-"""Which cases `make test` leaves out: the further members of products, which `make test-all` runs.
+"""Which cases `make test` leaves out and `make test-all` runs: the further members of products, and what reaches no
+line or branch that the others do not (`python -m trials.cover` finds it), unless it alone finds a mutant.
 
 The mark ``extended`` is on a test, on one of its parameters, or on a test with ``but``, which says what of it runs
 nevertheless:

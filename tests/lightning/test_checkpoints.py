@@ -37,6 +37,7 @@ class Scheduled(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+@pytest.mark.extended(but=("3",))
 @pytest.mark.parametrize("stage", STAGES)
 def test_resume_is_bit_identical_to_the_uninterrupted_run(stage: int, tmp_path: Path) -> None:
     def run() -> Any:
@@ -62,6 +63,7 @@ def test_resume_is_bit_identical_to_the_uninterrupted_run(stage: int, tmp_path: 
     assert run_ranks(run) == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("1",))
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoint_in_mid_window(stage: int, tmp_path: Path) -> None:
     """The run goes on exactly; the checkpoint holds the last step, and says on saving what it leaves out."""
@@ -152,7 +154,7 @@ def test_usual_callbacks(stage: int, tmp_path: Path) -> None:
     assert "lr-AdamW" in text and "0.0034299" in text  # 0.01 * 0.7 ** 3, at the fourth step
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", STAGES)
 def test_validate_test_predict_before_between_and_after(stage: int) -> None:
     class Numbering(Module):

@@ -36,6 +36,7 @@ def strategy_of(*arguments: str) -> ZeroSyncStrategy:
     return LightningCLI(Module, args=list(arguments), run=False, trainer_defaults=trainer).trainer.strategy
 
 
+@pytest.mark.extended
 def test_options_on_the_command_line_and_in_yaml(tmp_path: Path) -> None:
     options = ("stage=2", "grad_memory_budget=500MB", "overlap_last=false", "reduce_bucket_size=10")
     strategy = strategy_of(CLASS, *(f"--trainer.strategy.{option}" for option in options))

@@ -35,6 +35,7 @@ class TwoEvaluated(TwoOptimizers, Evaluated):
     pass
 
 
+@pytest.mark.extended(but=("TwoEvaluated-False",))
 @pytest.mark.parametrize(
     ("make", "elementwise"),
     [(Evaluated, False), (TwoEvaluated, False), pytest.param(TwoEvaluated, "whole", marks=pytest.mark.extended)],

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.harness.extended import STAGES, VALUES
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import MICRO, WORLD, loss_of
 from tests.harness.ranks import run_ranks
@@ -78,7 +78,7 @@ def backbone() -> BaseFinetuning:
     return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.005, lambda_func=lambda _: 1.5)
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("make", [backbone, ByLayer])
 def test_thawing(stage: int, make: Callable[[], BaseFinetuning]) -> None:
@@ -97,7 +97,7 @@ def test_thawing(stage: int, make: Callable[[], BaseFinetuning]) -> None:
         assert distance(found, expected) == 0.0 and found_rates == rates
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("thawed-3",))
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("epoch", [0, 2], ids=["frozen", "thawed"])
 def test_resume(stage: int, epoch: int, tmp_path: Path) -> None:
@@ -120,6 +120,7 @@ def test_resume(stage: int, epoch: int, tmp_path: Path) -> None:
         assert [distance(*pair) for pair in zip(found, expected, strict=True)] == [0.0, 0.0]
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_parameters_that_are_added_later(stage: int) -> None:
     """An error when they are added; at the start of the training, one of Lightning's own callback, else a warning."""

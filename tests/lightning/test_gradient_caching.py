@@ -30,7 +30,7 @@ class Contrastive(Module):
         return contrastive.optimizer(self)
 
 
-@pytest.mark.extended(but=("function_loss-2",))
+@pytest.mark.extended
 @pytest.mark.parametrize(("loss_of", "stage"), [(contrastive.hook_loss, 3), (contrastive.function_loss, 2)])
 def test_cached_gradients_are_those_of_plain_torch(loss_of: Any, stage: int) -> None:
     def job() -> Any:

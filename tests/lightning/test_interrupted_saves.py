@@ -50,7 +50,7 @@ def error_of(call: Any, *args: Any, **options: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_last_checkpoint(stage: int, tmp_path: Path) -> None:
     def save() -> None:

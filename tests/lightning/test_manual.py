@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from tests.harness.extended import STAGES, VALUES
+from tests.harness.extended import STAGES
 from tests.harness.oracle import distance, full_parameters
 from tests.harness.problem import adamw, backward_of, loss_of, oracle, sgd
 from tests.harness.ranks import run_ranks
@@ -44,7 +44,7 @@ def across_batches(optimizer: Any = sgd) -> dict[str, torch.Tensor]:
     return full_parameters(plain.module)
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", STAGES)
 def test_across_batches(stage: int) -> None:
     def run() -> float:
@@ -80,7 +80,7 @@ TOGGLED = pytest.param(
 )
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("3-toggle_optimizer",))
 @pytest.mark.parametrize("how", ["toggle_optimizer", TOGGLED, "toggle_model"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_toggling_the_only_optimizer(stage: int, how: str) -> None:

@@ -57,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.extended(but=("3-TwoOptimizers-True", "2-TwoOptimizers-whole"))
+@pytest.mark.extended(but=("3-TwoOptimizers-True",))
 @pytest.mark.parametrize(("stage", "make", "elementwise"), CASES)
 def test_other_numbers_of_ranks(stage: int, make: type[Module], elementwise: bool | str, tmp_path: Path) -> None:
     """Each run is one epoch."""

@@ -58,7 +58,7 @@ def train(strategy_: Any, devices: int, loader: Any) -> dict[str, torch.Tensor]:
     return module.seen
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_in_hooks(stage: int) -> None:
     (expected,) = run_ranks(lambda: bounded(lambda: train("auto", 1, lambda: WholeLoader(BATCHES))), world_size=1)

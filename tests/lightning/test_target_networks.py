@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from tests.harness.extended import VALUES
 from tests.harness.oracle import Oracle, distance, full_average, full_parameters
 from tests.harness.ranks import run_ranks
 from tests.lightning.runs import make_trainer
@@ -105,7 +104,7 @@ def plain(update: str) -> DQN:
     return module
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended(but=("3, persistent-lerp",))
 @pytest.mark.parametrize("update", ["sync", "copy", "lerp"])
 @pytest.mark.parametrize(
     "strategy",

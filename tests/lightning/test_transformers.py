@@ -34,7 +34,7 @@ class Module(LightningModule):
         return sgd(self)
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_that_is_read_in_configure_model(stage: int, tmp_path: Path) -> None:
     """Stock: "ignore_mismatched_sizes", for transformers finds parameters of no elements."""

@@ -71,6 +71,7 @@ def test_the_learning_rate_finder(stage: int, by_callback: bool, tmp_path: Path)
     assert not list(tmp_path.glob(".lr_find*"))
 
 
+@pytest.mark.extended(but=("2",))
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_monitor_logs_momenta(stage: int, tmp_path: Path) -> None:
     def run() -> Any:

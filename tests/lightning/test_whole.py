@@ -6,7 +6,6 @@ import deepspeed
 import pytest
 import torch
 
-from tests.harness.extended import VALUES
 from tests.harness.optimizers import Noted
 from tests.harness.oracle import Oracle, backward_all, distance, full_parameters
 from tests.harness.problem import WORLD, adafactor, loss_of, network, oracle
@@ -63,7 +62,7 @@ def config(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
 
 
-@pytest.mark.extended(but=("2",))
+@pytest.mark.extended
 def test_automatic(stage: int) -> None:
     def run() -> Any:
         options = {"accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
@@ -74,7 +73,7 @@ def test_automatic(stage: int) -> None:
     assert run_ranks(run, timeout=100) == [0.0, 0.0]
 
 
-@pytest.mark.extended(but=VALUES)
+@pytest.mark.extended
 @pytest.mark.parametrize("gathers", [False, True])
 def test_an_optimizer_that_goes_by_shapes(stage: int, gathers: bool) -> None:
     def run() -> float:
@@ -84,7 +83,7 @@ def test_an_optimizer_that_goes_by_shapes(stage: int, gathers: bool) -> None:
     assert run_ranks(run, timeout=100) == [0.0, 0.0]
 
 
-@pytest.mark.extended(but=("3",))
+@pytest.mark.extended
 def test_muon_beside_adamw(stage: int) -> None:
     def run() -> float:
         recorder, _ = fit(Both(), strategy(stage, config=config(stage)), 6)

@@ -126,6 +126,7 @@ def trained(
     return sent, sum(ledger.peak.values())
 
 
+@pytest.mark.extended(but=("zerosync-1-{}", "zerosync-3-{'param_memory_budget': 'all'}"))
 @pytest.mark.parametrize(("system", "stage", "given"), SETS, ids=lambda value: str(value))
 def test_a_replay_sends_and_holds_what_a_run_does(system: str, stage: int, given: dict[str, Any]) -> None:
     options = OptionSet(system, stage, given)
@@ -145,6 +146,12 @@ def frozen() -> tuple[nn.Module, Any]:
     return network, (torch.zeros(4, 301),)
 
 
+@pytest.mark.extended(
+    but=(
+        "3-AdamW",
+        "2-mixed",
+    )
+)
 @pytest.mark.parametrize(("stage", "optimizer"), [(1, "AdamW"), (2, "AdamW"), (3, "AdamW"), (2, "mixed"), (3, "mixed")])
 def test_the_copies_of_a_checkpoint_take_what_a_run_takes(stage: int, optimizer: str, tmp_path: Path) -> None:
     workload = dataclasses.replace(
@@ -171,6 +178,7 @@ def test_the_copies_of_a_checkpoint_take_what_a_run_takes(stage: int, optimizer:
     assert found["copied_bytes"] == copied > 0
 
 
+@pytest.mark.extended
 def test_backwards_that_are_not_replayed_are_counted() -> None:
     options = OptionSet(ZEROSYNC, 3)
     sent = []
@@ -217,6 +225,7 @@ def mixed(module: nn.Module) -> torch.optim.Optimizer:
     return optimizers.mixed(module)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_whole_parameters_cost(stage: int) -> None:
     """A replay sends what a run sends, and has on rank 0 of 8 what it owns: two of 16 matrices, and their momenta."""

@@ -68,6 +68,15 @@ FEW_HELD = {"param_memory_budget": 4 * WIDTH * WIDTH * 2 + 8 * WIDTH}
 HOST = {"param_memory_budget": {"device": 4 * WIDTH * WIDTH, "host": "all"}}
 
 
+@pytest.mark.extended(
+    but=(
+        "ours0-zero0",
+        "ours1-zero1",
+        "ours2-zero2",
+        "ours4-zero4",
+        "ours5-zero5",
+    )
+)
 @pytest.mark.parametrize(
     ("ours", "zero"),
     [

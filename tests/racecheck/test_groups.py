@@ -117,6 +117,7 @@ def test_a_layer_waits_for_its_own_gather_alone(sharing: str | None, waits: int)
     assert run_ranks(run, world_size=WORLD) == [waits] * WORLD
 
 
+@pytest.mark.extended
 def test_streams_are_made_once_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """U4: three groups, of which two share a stream when there may be two."""
 

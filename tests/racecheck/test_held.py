@@ -68,6 +68,12 @@ def batch(k: int, of_rank: int, width: int) -> torch.Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(10 * k + of_rank))
 
 
+@pytest.mark.extended(
+    but=(
+        "16-0-False",
+        "17-2-False",
+    )
+)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("width", "buffers"), [(16, 0), (17, 2)])  # rows of 512 and of 580 bytes
 def test_two_receive_buffers(width: int, buffers: int, frozen: bool) -> None:

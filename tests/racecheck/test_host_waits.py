@@ -84,7 +84,13 @@ def waits(scenario: str, layers: int, backwards: int) -> tuple[list[Counter[str]
 
 
 @since("0.19.8", "DeepSpeed waits elsewhere, too")
-@pytest.mark.extended(but=("2, clipped", "2, no norm", "3, clipped", "3, offloaded"))
+@pytest.mark.extended(
+    but=(
+        "2, clipped",
+        "3, clipped",
+        "3, offloaded",
+    )
+)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_host_waits_once_whatever_the_model_and_the_window(scenario: str) -> None:
     """For the norm, by which a step is skipped; where it is on the host, for copies, too.
@@ -187,6 +193,7 @@ def test_pinned_memory_is_taken_in_powers_of_two(megabytes: int) -> None:
         assert nbytes <= sum(blocks) <= nbytes + max(nbytes // 16, 4096) and len(blocks) <= 5
 
 
+@pytest.mark.extended
 def test_copies_on_the_host_stay_within_the_budget_as_they_are_taken() -> None:
     """A parameter of 3 pages takes 2 blocks; in one, rounded up, it would take a page more than the budget has."""
 

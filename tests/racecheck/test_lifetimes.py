@@ -108,8 +108,6 @@ def replaces(engine: Any, streams: list[Stream], mine: Stream) -> None:
 
 @pytest.mark.extended(
     but=(
-        "aborts-2-options1",
-        "differentiates_gradients-2-options4",
         "reads_elsewhere-3-options5",
         "gathers_elsewhere-3-options6",
         "replaces-3-options7",

@@ -43,6 +43,12 @@ def peaks(stage: int, options: dict[str, Any], backwards: int = 2) -> tuple[list
         return found, list(map(str, simulation.findings))
 
 
+@pytest.mark.extended(
+    but=(
+        "0-2",
+        "6-3",
+    )
+)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("budget", [0, 6])
 def test_gradients_take_the_budget_and_four_buckets(stage: int, budget: int) -> None:
@@ -53,6 +59,7 @@ def test_gradients_take_the_budget_and_four_buckets(stage: int, budget: int) -> 
         assert max(found) <= budget + 4 + besides + 0.5 and not races, (found, races)
 
 
+@pytest.mark.extended(but=("258-3",))
 @pytest.mark.parametrize(("width", "most"), [(256, 2), (258, 3)])  # rows of 131,072 bytes, and of 133,128
 def test_two_units_are_gathered_at_a_time(width: int, most: float) -> None:
     """What is used, and what comes next; nothing beside them where rows are aligned. Else what has been received."""

@@ -136,7 +136,13 @@ def findings(write: Callable[[Any], None], noted: bool) -> list[str]:
         return list(map(str, simulation.findings))
 
 
-@pytest.mark.extended(but=("in_full", "local", "by_checkpoint", "past_all_behind_a_read", "read_on_another_stream"))
+@pytest.mark.extended(
+    but=(
+        "in_full",
+        "past_all_behind_a_read",
+        "read_on_another_stream",
+    )
+)
 @pytest.mark.parametrize("name", WRITES)
 def test_gathers_wait_for_whatever_writes_shards(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHECKPOINT", str(tmp_path))

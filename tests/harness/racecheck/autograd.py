@@ -72,9 +72,12 @@ class Nodes(TorchFunctionMode):
     # Dynamo would compile it for one function, and call that for another.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self._call(func, args, kwargs or {})
         # A compiler must not trace the hooks. The outputs of a compiled graph come through Function.apply.
         return out if torch.compiler.is_compiling() else self._follow_outputs(out)
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -167,16 +170,14 @@ class SimulatedNodes(Nodes):
         node.register_prehook(lambda gradients: self._enter(info, gradients))
         node.register_hook(lambda _, __: self._exit(info))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.Tensor.register_hook and args[0].grad_fn is not None:
-            args = (args[0], self._on_stream_of(args[0].grad_fn, *args[1:], **(kwargs or {})))
-            kwargs = None
+            args, kwargs = (args[0], self._on_stream_of(args[0].grad_fn, *args[1:], **kwargs)), {}
         if func in _TO_HOST:
             self._device.read_back(args[0], func.__name__)
-        if func in _FROM_NUMBERS and not isinstance(args[0], torch.Tensor) and _on_host(**(kwargs or {})):
-            return self._device.in_host_memory(lambda: func(*args, **(kwargs or {})))
-        return super().__torch_function__(func, types, args, kwargs)
+        if func in _FROM_NUMBERS and not isinstance(args[0], torch.Tensor) and _on_host(**kwargs):
+            return self._device.in_host_memory(lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
 
     def _on_stream_of(self, node: Any, hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Run a tensor's ``hook`` on the stream of its ``node``. The engine calls it before the node's own prehooks."""

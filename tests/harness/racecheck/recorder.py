@@ -13,7 +13,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -216,19 +217,15 @@ class Recorder(ABC):
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Issue an operator of torch that has run to the checker, with its accesses."""
-        schema = getattr(func, "_schema", None)
-        if schema is None or self._silent or any(isinstance(value, FakeTensor) for value in _tensors([args, out])):
-            return  # higher-order operators have no schema, and a compiler's fake tensors have no memory
-        name = schema.name.split("::")[1]
-        aliases = [value.alias_info for value in schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if self._silent or not hasattr(func, "_schema"):
+            return  # higher-order operators have no schema
+        schema = _schema(func)
+        name, is_view = schema.name, schema.is_view
         if name in _TOUCHES_NOTHING or (is_view and name not in _ALLOCATES):
             return
-        inputs = [
-            (tensor, argument.alias_info is not None and argument.alias_info.is_write)
-            for argument, value in _arguments(schema, args, kwargs)
-            for tensor in _tensors(value)
-        ]
+        inputs = [(tensor, writes) for _, writes, value in schema.given(args, kwargs) for tensor in _tensors(value)]
+        if any(isinstance(tensor, FakeTensor) for tensor in (*(tensor for tensor, _ in inputs), *_tensors(out))):
+            return  # a compiler's fake tensors have no memory
         old = {tensor.untyped_storage()._cdata for tensor, _ in inputs}
         new = [tensor for tensor in _tensors(out) if is_view or tensor.untyped_storage()._cdata not in old]
         touched = inputs + [(tensor, True) for tensor in new]
@@ -273,11 +270,12 @@ class Recorder(ABC):
 
     def collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run and issue one of torch.distributed's operators, inside :meth:`silent` too."""
-        name = func._schema.name.split("::")[1]
+        schema = _schema(func)
+        name = schema.name
         # The schema does not mark written arguments. All but inputs are written.
         touched = [
-            (tensor, name != "send" and not argument.name.startswith("input"))
-            for argument, value in _arguments(func._schema, args, kwargs)
+            (tensor, name != "send" and not argument.startswith("input"))
+            for argument, _, value in schema.given(args, kwargs)
             for tensor in _tensors(value)
         ]
 
@@ -338,19 +336,38 @@ def _count_foreach(func: Any, args: tuple[Any, ...]) -> None:
                 torch.autograd.graph.increment_version(tensor)
 
 
-def _arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
-    given = list(zip(schema.arguments, args, strict=False))
-    return given + [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+@dataclass(frozen=True)
+class _Schema:
+    """What an operator says of itself. `arguments`: name, and whether it is written to; in order."""
+
+    name: str
+    is_view: bool
+    arguments: tuple[tuple[str, bool], ...]
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, bool, Any]]:
+        """Name, whether it is written to, and value of each argument."""
+        by_place = [(name, writes, value) for (name, writes), value in zip(self.arguments, args, strict=False)]
+        if not kwargs:
+            return by_place
+        return by_place + [(name, writes, kwargs[name]) for name, writes in self.arguments if name in kwargs]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+@cache  # torch makes each part of a schema anew when it is asked for
+def _schema(func: Any) -> _Schema:
+    schema = func._schema
+    aliases = [value.alias_info for value in schema.returns]
+    return _Schema(
+        schema.name.split("::")[1],
+        any(alias is not None and not alias.is_write for alias in aliases),
+        tuple((each.name, each.alias_info is not None and each.alias_info.is_write) for each in schema.arguments),
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
     """The strided tensors in an argument or a result. A sparse tensor has no storage of its own."""
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+        return [value] if value.layout is torch.strided else []
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _site() -> str:
@@ -359,11 +376,16 @@ def _site() -> str:
     places: list[str] = []
     while frame is not None and len(places) < 2:
         path = frame.f_code.co_filename
-        if not _LAYERS.search(path):
+        if not _is_layer(path):
             places.append(f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     node = None if places else torch._C._current_autograd_node()
     return " < ".join(places) if node is None else f"the backward of {node.name()}"  # in the engine's own thread
+
+
+@cache
+def _is_layer(path: str) -> bool:
+    return _LAYERS.search(path) is not None
 
 
 # ---- modes of torch that are entered and exited at any time, not as a ``with`` block ---------------------------------
