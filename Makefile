@@ -38,7 +38,7 @@ endif
 help:
 	@echo "make demo    install, then run examples/lightning_gpt.py (DEMO_ARGS=$(DEMO_ARGS))"
 	@echo "make test    install, then lint, check types and run the tests: few, strong cases (WORKERS=$(WORKERS) at a time, PYTEST_ARGS=...)"
-	@echo "make test-all  the same, with every member of products of stages, backends, budgets and nodes"
+	@echo "make test-all  the same with all extended cases, as products of stages, backends, budgets and nodes"
 	@echo "make numeric install, then run the tests of arithmetic as on another processor ($(PROCESSOR))"
 	@echo "make gpu-sim install, then run the tests on a simulated GPU: streams that are checked, NCCL's rules (gpu-sim-part: some)"
 	@echo "make gpu     what GPUs have to show, one of them in ten minutes, without a network; without a GPU or with DRY=1, a trial (OUT=$(OUT))"

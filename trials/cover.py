@@ -1,7 +1,7 @@
 """Which tests reach nothing that others do not: for the mark ``extended``, which keeps `make test` short.
 
 ``python -m trials.cover [options of pytest]`` runs the tests under coverage.py (which must be installed: ``pip install
-coverage``), in their ranks, too, and takes half as long again as they do. It looks for the cheapest tests that reach
+coverage``), in their ranks, too, and takes longer than they do. It looks for the cheapest tests that reach
 every line and branch of the package that all of them reach, with those that find a mutant, and prints the others, the
 costliest first. Such a test may still hold what no other does: a value, an order, a combination.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
-import re
 import resource
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.mutants import table
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "zerosync_strategy"
@@ -105,7 +106,8 @@ def needless(found: dict[str, Reached], kept: set[str]) -> list[str]:
 def main() -> int:
     if importlib.util.find_spec("coverage") is None:
         sys.exit("trials.cover needs coverage.py: pip install coverage")
-    finders = {f"tests/{test}" for test in re.findall(r"`([\w/]+\.py::[^`]+)`", (ROOT / "docs/mutants.md").read_text())}
+    by = [table.as_test(by) for _, by in table.rows_of((ROOT / "docs" / "mutants.md").read_text()).values()]
+    finders = {f"tests/{test[0]}" for test in by if test is not None and not test[1]}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", "-p", "trials.cover", *sys.argv[1:]]
         status = subprocess.call(command, cwd=ROOT, env=os.environ | {FOLDER: folder})

@@ -507,7 +507,7 @@ def test_groups_of_nodes_are_made_by_their_own_ranks_alone() -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("sharing", ["per_group", pytest.param("own_communicator", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("sharing", ["per_group", "own_communicator"])
 def test_ranks_that_know_different_groups_attach_again_and_again(sharing: str) -> None:
     """Groups that are made have one name on all their ranks, and never one that was used before."""
 

@@ -347,8 +347,6 @@ class _Schema:
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, bool, Any]]:
         """Name, whether it is written to, and value of each argument."""
         by_place = [(name, writes, value) for (name, writes), value in zip(self.arguments, args, strict=False)]
-        if not kwargs:
-            return by_place
         return by_place + [(name, writes, kwargs[name]) for name, writes in self.arguments if name in kwargs]
 
 
