@@ -12,15 +12,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from tests.harness.modes import EagerMode
 
 # A difference may be this many times as large as what one other rounding has moved the farthest element by.
 FACTOR = 16.0
 
 
-class RoundedOtherwise(TorchDispatchMode):
+class RoundedOtherwise(EagerMode):
     """Operations on tensors in fp32 are made in fp64, and rounded to the other one of the two neighbours in fp32.
 
     So a sum comes out as another order of its terms may leave it; what fp32 holds exactly stays as it is. Random

@@ -36,8 +36,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PythonCallbackWork, Work
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.harness.modes import EagerMode
 from tests.harness.racecheck import Simulation, recorder
 
 TIMEOUT = 100.0  # seconds that a wait takes before it says who is missing
@@ -89,7 +89,7 @@ class _Call:
         return f"{self.kind} at {self.site}"
 
 
-class StrictCommunicator(TorchDispatchMode):
+class StrictCommunicator(EagerMode):
     """The communicator of one rank. See the top of this file.
 
     Args:

@@ -23,9 +23,9 @@ from torch import overrides
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
+from tests.harness.modes import EagerMode
 from tests.harness.racecheck.allocator import Allocator
 from tests.harness.racecheck.checker import Block, Checker, Clock, Finding, Operation, Timeline
 
@@ -300,7 +300,7 @@ class Recorder(ABC):
         return operation
 
 
-class Operators(TorchDispatchMode):
+class Operators(EagerMode):
     """Passes every operator to a recorder. The threads of a backward inherit this mode."""
 
     supports_higher_order_operators = True
