@@ -52,7 +52,7 @@ def _post_init(stock: Callable[..., None]) -> Callable[..., None]:
 
 def _prepare_deepspeed(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def prepare_deepspeed(self: Accelerator, *args: Any) -> Any:
+    def prepare_deepspeed(self: Accelerator, *args: object) -> Any:
         plugin = self.deepspeed_plugin
         return prepare(self, plugin, args, stock) if isinstance(plugin, ZeroSyncPlugin) else stock(self, *args)
 
@@ -61,7 +61,7 @@ def _prepare_deepspeed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def prepare_backend(self: PartialState, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
+    def prepare_backend(self: PartialState, cpu: bool = False, *args: object, **kwargs: object) -> Any:
         """Return gloo on a machine without accelerator. Stock returns no backend, so that each rank trains alone.
 
         Before Accelerate 1.15 stock returns gloo, but DeepSpeed compiles its extension.
@@ -81,7 +81,9 @@ def _prepare_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _init_state(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
-    def init(self: AcceleratorState, mixed_precision: Any = None, cpu: bool = False, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: AcceleratorState, mixed_precision: str | None = None, cpu: bool = False, *args: object, **kwargs: object
+    ) -> None:
         """Refuse ``cpu=True``, with which stock would train without DeepSpeed."""
         if (cpu or parse_flag_from_env("ACCELERATE_USE_CPU")) and _is_ours():
             raise ValueError(

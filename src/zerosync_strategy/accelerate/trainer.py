@@ -95,7 +95,7 @@ def _gather_to_save(trainer: Any) -> None:
         return
 
     @functools.wraps(stock)
-    def save(*args: Any, **options: Any) -> None:
+    def save(*args: object, **options: object) -> None:
         with trainer.accelerator.deepspeed_engine_wrapped.zerosync.gathered_for_inference():
             stock(*args, **options)
 
@@ -115,7 +115,7 @@ def _keep_last_complete(trainer: Any) -> None:
     save = trainer._save_checkpoint
 
     @functools.wraps(save)
-    def save_checkpoint(*args: Any, **options: Any) -> Any:
+    def save_checkpoint(*args: object, **options: object) -> Any:
         wait_for_save()
         with one_more(trainer.args, "save_total_limit"):
             return save(*args, **options)
@@ -128,7 +128,7 @@ def _keep_last_complete(trainer: Any) -> None:
 
 def _waiting_first(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def waits(*args: Any, **options: Any) -> Any:
+    def waits(*args: object, **options: object) -> Any:
         wait_for_save()
         return call(*args, **options)
 
@@ -145,7 +145,7 @@ def _show_to_callbacks(trainer: Any) -> None:
     stock = handler.on_pre_optimizer_step
 
     @functools.wraps(stock)
-    def on_pre_optimizer_step(*args: Any, **options: Any) -> Any:
+    def on_pre_optimizer_step(*args: object, **options: object) -> Any:
         overridden = any(type(each).on_pre_optimizer_step is not base for each in handler.callbacks)
         zerosync = trainer.accelerator.deepspeed_engine_wrapped.zerosync
         with zerosync.full_gradients() if overridden else nullcontext():

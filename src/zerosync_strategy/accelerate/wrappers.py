@@ -145,7 +145,7 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
         self._accumulates = False  # a backward without synchronisation has run; so one with it is a window's last
 
     def backward(
-        self, loss: torch.Tensor, sync_gradients: bool = True, scale_wrt_gas: bool = True, **kwargs: Any
+        self, loss: torch.Tensor, sync_gradients: bool = True, scale_wrt_gas: bool = True, **kwargs: object
     ) -> None:
         """Run a backward; with ``scale_wrt_gas``, of the loss divided by the number of accumulation steps."""
         self.place.backward_begins(sync_gradients)
@@ -253,14 +253,14 @@ class _AcceleratorOverrides(Stock):
             return super().clip_grad_value_(parameters, clip_value)
         wrapped.clip_grad_value(parameters, clip_value)
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, *args: object, **kwargs: object) -> Any:
         frontend.wait_for_save()
         in_background = self.deepspeed_plugin.zerosync_config.checkpoint_background
         kept = frontend.one_more(self.project_configuration, "total_limit") if in_background else nullcontext()
         with kept, frontend.one_save():  # schedulers and states of random generators are part of the checkpoint
             return super().save_state(*args, **kwargs)
 
-    def free_memory(self, *objects: Any) -> Any:
+    def free_memory(self, *objects: object) -> Any:
         kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None
         if kept is not None:
             kept.zerosync.abort("training began anew")

@@ -50,7 +50,7 @@ from zerosync_strategy.version import __version__
 _ALIKE = ("zero_optimization", "gradient_clipping", "bf16", "fp16", "communication_data_type", "data_types")
 
 
-def attach(engine: DeepSpeedEngine, config: ZeroSyncConfig | None = None, **options: Any) -> ZeroSync:
+def attach(engine: DeepSpeedEngine, config: ZeroSyncConfig | None = None, **options: object) -> ZeroSync:
     """Give a live DeepSpeed engine one gradient reduction per optimizer step.
 
     From now on any number of ``engine.backward(loss)`` or ``loss.backward()`` before ``engine.step()`` is one window:
@@ -173,7 +173,7 @@ def let_modules_zero() -> None:
 
 def _zero_grad(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
-    def zero_grad(module: Any, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(module: Any, *args: object, **kwargs: object) -> None:
         for attached in list(AttachedEngine.all):
             attached.parts.window.changes.show_all()
         with zero3.as_it_is():

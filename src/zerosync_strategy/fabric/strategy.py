@@ -309,7 +309,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             super().backward(tensor, module, retain_graph=bool(retain_graph))
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: object) -> Any:
         """Reduce the window of ``optimizer`` and step it; return the result of ``closure``."""
         result = None
         if closure is not None:

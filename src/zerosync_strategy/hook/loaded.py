@@ -53,7 +53,7 @@ def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Attach to engines that a program makes itself. Frontends attach to the engines of frameworks."""
 
     @functools.wraps(stock)
-    def initialize(*args: Any, **kwargs: Any) -> Any:
+    def initialize(*args: object, **kwargs: object) -> Any:
         from zerosync_strategy.core.engine import zero
 
         if zero.is_building_engine():

@@ -112,7 +112,7 @@ class StochasticWeightAveragingOverrides(CallbackOverrides):
         if saved.get("scheduler_state") is not None:  # of a scheduler that on_train_epoch_start() makes
             self._clear_schedulers(trainer)
 
-    def update_parameters(self, average_model: LightningModule, model: LightningModule, *args: Any) -> None:
+    def update_parameters(self, average_model: LightningModule, model: LightningModule, *args: object) -> None:
         with readable(model.parameters()):
             super().update_parameters(average_model, model, *args)
 

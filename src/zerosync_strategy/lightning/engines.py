@@ -133,7 +133,7 @@ def _shape(value: object) -> Any:
 class EvaluationOverrides(frontend.ModeOverrides):
     """Overrides of an engine for evaluation, which has no optimizer: it loads distributed checkpoints, too."""
 
-    def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
+    def load_checkpoint(self, load_dir: Any, *args: object, load_module_strict: bool = True, **kwargs: Any) -> Any:
         if not frontend.is_distributed(Path(load_dir) / TAG):
             return super().load_checkpoint(load_dir, *args, load_module_strict=load_module_strict, **kwargs)
         engine: Any = self
@@ -151,7 +151,7 @@ class ShardedEvaluationOverrides(EvaluationOverrides):
     DeepSpeed would load only those of the first optimizer, from its optimizer states, which hold them under ZeRO-3.
     """
 
-    def load_checkpoint(self, load_dir: Any, *args: Any, load_module_strict: bool = True, **kwargs: Any) -> Any:
+    def load_checkpoint(self, load_dir: Any, *args: object, load_module_strict: bool = True, **kwargs: Any) -> Any:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         if frontend.is_distributed(Path(load_dir) / TAG):

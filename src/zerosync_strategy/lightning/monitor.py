@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from typing_extensions import override
 
 from zerosync_strategy.frontend import StepReport
@@ -37,7 +35,7 @@ class ZeroSyncMonitor(Callback):
             )
 
     @override
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object, **__: object) -> None:
         assert isinstance(trainer.strategy, ZeroSyncStrategy)
         several = len(trainer.strategy.zerosyncs) > 1
         for index, zerosync in enumerate(trainer.strategy.zerosyncs):

@@ -107,7 +107,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
 
     @override
     def backward(  # type: ignore[override]
-        self, tensor: torch.Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
+        self, tensor: torch.Tensor, model: LightningModule, optimizer: Steppable | None, *args: object, **kwargs: object
     ) -> None:
         """Run the backward of all engines by the first one, whose hooks gather the parameters."""
         zerosyncs = model.trainer.strategy.zerosyncs  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
 
     @override
     def optimizer_step(  # type: ignore[override]
-        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: object
     ) -> Any:
         zerosync = _zerosync_of(optimizer)
         if model.automatic_optimization and model.trainer.fit_loop._skip_backward:

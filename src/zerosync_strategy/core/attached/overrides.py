@@ -30,11 +30,11 @@ class EngineOverrides(ModeOverrides):
         """The handle, even if the program has not called ``attach()`` itself."""
         return self._zerosync
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         with self._zerosync_attached.stage.forward():
             return super().forward(*args, **kwargs)
 
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(self, loss: Any, *args: object, **kwargs: object) -> Any:
         engine: Any = self
         is_last = engine.is_gradient_accumulation_boundary() if engine.gradient_accumulation_steps() > 1 else None
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
@@ -47,7 +47,7 @@ class EngineOverrides(ModeOverrides):
         super()._backward_prologue()
         zero.expect_end(self)
 
-    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+    def allreduce_gradients(self, *args: object, **kwargs: object) -> None:
         """Does nothing: the window decides when to reduce, and the gradients' own hooks report to it."""
 
     @contextmanager
@@ -63,7 +63,7 @@ class EngineOverrides(ModeOverrides):
         with self._zerosync_attached.guards.postponing_step("coalesce_grad_reduction()"):
             yield
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: object, **kwargs: object) -> Any:
         self._zerosync_attached.guards.check_step()
         result = super().step(*args, **kwargs)
         self._zerosync_attached.parts.window.end_engine_step()
@@ -79,7 +79,7 @@ class EngineOverrides(ModeOverrides):
 
     def save_checkpoint(
         self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
-        exclude_frozen_parameters: bool = False, **kwargs: Any,
+        exclude_frozen_parameters: bool = False, **kwargs: object,
     ) -> Any:  # fmt: skip
         engine: Any = self
         if not save_dir:
@@ -96,7 +96,7 @@ class EngineOverrides(ModeOverrides):
 
     def load_checkpoint(
         self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, *args: Any, **kwargs: Any,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, *args: object, **kwargs: object,
     ) -> Any:  # fmt: skip
         states = load_optimizer_states and not load_module_only
         if zero.stage(self) == 3:  # DeepSpeed would return without the weights, which it has with the states alone
@@ -111,20 +111,20 @@ class EngineOverrides(ModeOverrides):
         return checkpointing.loaded(attached, load_dir, loaded, states)
 
     def load_module_state_dict(
-        self, checkpoint: dict[str, Any], strict: bool = True, *args: Any, **kwargs: Any
+        self, checkpoint: dict[str, Any], strict: bool = True, *args: object, **kwargs: object
     ) -> None:
         if strict and not isinstance(self, FrozenStay):
             checkpointing.require_frozen(self.module, checkpoint["module"])
         super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
 
-    def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def _zero3_consolidated_16bit_state_dict(self, *args: object, **kwargs: object) -> Any:
         checkpointing.check_full_state_dict(self._zerosync_attached)
         with self._zerosync_attached.apart("full weights"):
             state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
         # Except on the first rank, DeepSpeed returns None, and save_pretrained() would then read the module's own.
         return {} if state is None else state
 
-    def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> Any:
+    def get_deepcompile_backend(self, *args: object, **kwargs: object) -> Any:
         with self._zerosync_attached.compiling():
             return super().get_deepcompile_backend(*args, **kwargs)
 
@@ -136,11 +136,11 @@ class EngineOverrides(ModeOverrides):
 class Stage3EngineOverrides(EngineOverrides):
     """On ZeRO-3, DeepSpeed visits all modules before and after a forward, for hooks that are removed."""
 
-    def _forward_prologue(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_prologue(self, *args: object, **kwargs: object) -> Any:
         with replaced(self._zerosync_attached.guards, "is_preparing", True):
             return super()._forward_prologue(*args, **kwargs)
 
-    def _forward_epilogue(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_epilogue(self, *args: object, **kwargs: object) -> Any:
         with replaced(self._zerosync_attached.guards, "is_preparing", True):
             return super()._forward_epilogue(*args, **kwargs)
 
@@ -153,11 +153,11 @@ class OptimizerOverrides(Stock):
 
     _zerosync_attached: AttachedEngine
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: object, **kwargs: object) -> Any:
         with self._zerosync_attached.step():
             return super().step(*args, **kwargs)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: object, **kwargs: object) -> None:
         self._zerosync_attached.zero_grad()
         super().zero_grad(*args, **kwargs)
 
@@ -169,7 +169,7 @@ class OptimizerOverrides(Stock):
         """Raises, because DeepSpeed would never step it."""
         self._zerosync_attached.guards.refuse_param_group()
 
-    def has_overflow(self, *_: Any, **__: Any) -> bool:
+    def has_overflow(self, *_: object, **__: object) -> bool:
         """Return whether the norm is infinite: no second pass over the gradients, no message, no wait."""
         return not self._zerosync_attached.parts.reducer.norm.value().isfinite()
 
@@ -209,7 +209,7 @@ class Stage12Overrides(OptimizerOverrides):
 
     _zerosync_attached: Any  # whose stage is a FlatStage
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Any:
         self._zerosync_attached.stage.in_stock_layout()
         return super().state_dict(*args, **kwargs)
 
@@ -225,7 +225,7 @@ class Stage12Overrides(OptimizerOverrides):
         self._zerosync_attached.stage.in_stock_layout()
         super().refresh_fp32_params()
 
-    def scaled_global_norm(self, *_: Any, **__: Any) -> torch.Tensor:
+    def scaled_global_norm(self, *_: object, **__: object) -> torch.Tensor:
         return self._zerosync_attached.parts.reducer.norm.value()
 
 
@@ -234,7 +234,7 @@ class WholeOverrides(OptimizerOverrides):
 
     _zerosync_attached: Any  # whose stepper is a WholeStepper, and whose states are by name
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Any:
         return self._zerosync_attached.by_name.save(lambda: super(WholeOverrides, self).state_dict(*args, **kwargs))
 
     def load_state_dict(
@@ -272,7 +272,7 @@ class Stage3Overrides(OptimizerOverrides):
 
     _zerosync_attached: Any  # whose stage is a ShardedStage
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: object, **kwargs: object) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # it needs no values of parameters at rest
             super().zero_grad(*args, **kwargs)
 
@@ -330,7 +330,7 @@ class Stage3Overrides(OptimizerOverrides):
 class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     """Overrides of the optimizer of ZeRO-3 when each parameter has an owner."""
 
-    def _prepare_sub_group(self, sub_group_id: int, *_: Any) -> None:
+    def _prepare_sub_group(self, sub_group_id: int, *_: object) -> None:
         self._zerosync_attached.stage.stepper.take_gradients(sub_group_id)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:

@@ -59,7 +59,7 @@ class InFlight:
         finish = self._finish
         self._finish = lambda: use(finish())
 
-    def wait(self, *_: Any, **__: Any) -> Any:
+    def wait(self, *_: object, **__: object) -> Any:
         """Make the current stream, or without streams the host, wait for the collective; return its result.
 
         The options that DeepSpeed passes to works are ignored. A failed wait raises its error in each later call, so

@@ -171,8 +171,9 @@ class FrozenStay(Stock):
     module: torch.nn.Module
 
     def load_module_state_dict(
-        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None,
+        *args: object, **kwargs: object,
+    ) -> None:  # fmt: skip
         def load(src: dict[str, Any], dst: torch.nn.Module) -> None:
             custom_load_fn(src=src | frozen_missing(dst, src), dst=dst)
 

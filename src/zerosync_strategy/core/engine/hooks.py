@@ -47,7 +47,7 @@ def remove_stock(engine: DeepSpeedEngine) -> None:
 class _WithoutHooks:
     """Overrides of what registers DeepSpeed's hooks, which a program may ask for, as TRL does after generation."""
 
-    def _register_deepspeed_module(self, *args: Any, **kwargs: Any) -> None:
+    def _register_deepspeed_module(self, *args: object, **kwargs: object) -> None:
         return
 
 
@@ -233,7 +233,7 @@ def _without_ours(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return a replacement of ``disable_saved_tensors_hooks``, by which transforms of torch.func refuse any hooks."""
 
     @contextmanager
-    def disabled(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def disabled(*args: object, **kwargs: object) -> Iterator[None]:
         ours = []
         while (hooks := _autograd._top_saved_tensors_default_hooks(False)) is not None and hooks[0] is _pack:
             ours.append(hooks)

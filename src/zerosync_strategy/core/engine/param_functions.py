@@ -35,13 +35,13 @@ def intercept(param: Zero3Parameter) -> None:
     stock = param.all_gather, param.partition, param.all_gather_coalesced
 
     @for_training
-    def all_gather_coalesced(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def all_gather_coalesced(params: Any, *args: object, **kwargs: object) -> Any:
         # Hooks of engines that are not attached, or were replaced, or have no optimizer, gather with this function too.
         with zero3.as_it_is():
             handle = stock[2](params, *args, **kwargs)
         wait = for_training(handle.wait)
 
-        def wait_as_it_is(*args: Any, **kwargs: Any) -> None:
+        def wait_as_it_is(*args: object, **kwargs: object) -> None:
             with zero3.as_it_is():
                 wait(*args, **kwargs)
                 restore_versions(_records(params))
@@ -62,7 +62,7 @@ def intercept(param: Zero3Parameter) -> None:
         return handles
 
     @for_training
-    def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **kwargs: Any) -> None:
+    def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **kwargs: object) -> None:
         params = [param] if param_list is None else param_list
         with zero3.as_it_is():
             of_ours = _records(params)
@@ -143,7 +143,7 @@ def _enter(stock: Callable[[Any], None], context: Any) -> None:
     context._zerosync_nodes = nodes_made()
 
 
-def _leave(stock: Callable[..., Any], context: Any, *error: Any) -> Any:
+def _leave(stock: Callable[..., Any], context: Any, *error: object) -> Any:
     writes = context.enabled and context.src_rank is not None
     try:
         with _broadcastable(context.params if writes else ()):

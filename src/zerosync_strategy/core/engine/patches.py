@@ -164,7 +164,7 @@ def wrap(patch: Patch, around: Callable[..., Any]) -> None:
 
     def make(stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             return around(stock, *args, **kwargs)
 
         return call

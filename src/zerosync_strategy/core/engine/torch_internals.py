@@ -107,7 +107,7 @@ def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
     """Run ``method`` outside of torch's inference mode, so that parameters get memory that can be trained."""
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         if not torch.is_inference_mode_enabled():
             return method(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
@@ -122,7 +122,7 @@ def internal(method: Callable[..., Any]) -> Callable[..., Any]:
     inference = torch.is_inference_mode_enabled
 
     @functools.wraps(method)
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         if not (dispatch_modes() or transforms() or inference()):
             with torch._C.DisableTorchFunctionSubclass():
                 return method(*args)

@@ -194,7 +194,7 @@ class _Elsewhere:
     def __getitem__(self, _: int) -> _Elsewhere:
         return self
 
-    def copy_(self, *_: Any, **__: Any) -> None:
+    def copy_(self, *_: object, **__: object) -> None:
         pass
 
 

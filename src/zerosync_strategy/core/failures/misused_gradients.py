@@ -31,7 +31,7 @@ class ReducedGradient(torch.Tensor):
     """Stands in for a gradient that is in the shards."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _KEPT or name == "__get__":
             with zero3.as_it_is():
@@ -75,7 +75,7 @@ def _read(param: nn.Parameter) -> torch.Tensor | None:
     return stand_in(param) if found is None and param.requires_grad else found
 
 
-def _copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+def _copy(param: nn.Parameter, memo: dict[int, object]) -> nn.Parameter:
     copied = stock_of[type(param)].__deepcopy__(param, memo)  # type: ignore[attr-defined]
     copied.__class__ = stock_of.get(type(copied), type(copied))
     return copied

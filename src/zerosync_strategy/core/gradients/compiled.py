@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -57,7 +56,7 @@ class CompiledGradients:
         if param in self._gradients:  # else the optimizer does not train it
             self._add(self._gradients[param], gradient)
 
-    def _collect_gradients(self, module: torch.fx.GraphModule, *_: Any) -> None:
+    def _collect_gradients(self, module: torch.fx.GraphModule, *_: object) -> None:
         # Changed in place: if a pass returns a graph, DeepCompile runs the graph once more to measure its memory.
         reductions = module.graph.find_nodes(op="call_function", target=torch.ops.dc.reduce_grad.default)
         for node in reductions:

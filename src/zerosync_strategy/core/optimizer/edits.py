@@ -169,7 +169,7 @@ class GuardedStates(defaultdict[Any, Any]):
     def __contains__(self, key: Any) -> bool:
         return super().__contains__(key) or self._check(key)
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: Any, default: object = None) -> Any:
         return super().get(key, default) if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:

@@ -310,7 +310,7 @@ class _MessageError(RuntimeError):
 class _Alone(TorchDispatchMode):
     """Forbids communication in a trial: other ranks may be at another point, or step other parameters."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise _MessageError(func.name())
         return func(*args, **(kwargs or {}))
@@ -319,7 +319,7 @@ class _Alone(TorchDispatchMode):
 class _CopySmallTensors(TorchFunctionMode):
     """Forbids copies of large tensors: an optimizer may keep a reference to a model."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__deepcopy__, Tensor.clone) and args[0].numel() > _LARGEST_COPY:
             raise ValueError(f"it keeps a tensor of shape {tuple(args[0].shape)} beside its parameters and states")
         return func(*args, **(kwargs or {}))
@@ -336,7 +336,7 @@ def _copied(optimizer: torch.optim.Optimizer, groups: Sequence[_TrialGroup], par
     return twin
 
 
-def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Any:
+def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], memo: dict[int, object]) -> Any:
     """Return the copy. ``memo``, as of ``deepcopy()``, collects the copies of nested optimizers, too."""
     twin = object.__new__(type(optimizer))
     own = dict(vars(optimizer))

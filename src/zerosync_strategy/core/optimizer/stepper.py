@@ -171,7 +171,7 @@ class Stepper:
         # Wrappers that count calls of step() count a single one.
         again = type(optimizer).step.__wrapped__.__get__(optimizer) if _can_step_by_part(optimizer) else stock
 
-        def step(*_: Any, **__: Any) -> None:
+        def step(*_: object, **__: object) -> None:
             work = list(pieces())
             by_tensor = counts_by_tensor(optimizer)
             calls = [[piece] for piece in work] if by_tensor else [work]

@@ -54,7 +54,7 @@ class _Intercepted:
     """A tensor whose operations this file intercepts."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in OF_THE_OBJECT or (func in OF_THE_SHAPE and issubclass(cls, Unsharded)):
             with zero3.as_it_is():
                 found = func(*args, **(kwargs or {}))
@@ -73,7 +73,7 @@ class _Intercepted:
 class _Sharded(_Intercepted):
     """An intercepted tensor without the values."""
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+    def __reduce_ex__(self: Any, protocol: object) -> Any:
         raise RuntimeError(
             f"Parameter {record_of(_param_of(self)).name} was to be saved while ZeRO-3 has it sharded. Save a"
             f" checkpoint through the engine, or zerosync.full_state(). Or: {REMEDY}"
@@ -94,7 +94,7 @@ class _AtRest(_Sharded):
     def __repr__(self: Any) -> str:
         return f"Parameter sharded by ZeRO-3, shape={zero3.full_shape(self)}, requires_grad={self.requires_grad}"
 
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self: Any, memo: dict[int, object]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = type(self).__bases__[1](self.data.clone(), self.requires_grad)
         return memo[id(self)]
@@ -106,7 +106,7 @@ class Alias(_Sharded, torch.Tensor):
     zerosync_param: Zero3Parameter
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if cls is Alias and func in REQUIRE_GRADIENT and _is_given_gradients(*args, **(kwargs or {})):
             _take_values(args[0])
         return super().__torch_function__(func, types, args, kwargs)
@@ -114,10 +114,10 @@ class Alias(_Sharded, torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"values of: {self.zerosync_param!r}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         return self.clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         param = self.zerosync_param
         if not zero3.is_gathered(param):
             return super().__reduce_ex__(protocol)
@@ -131,12 +131,12 @@ class Alias(_Sharded, torch.Tensor):
 class Entry(StateEntry, Alias):
     """The entry of a ``state_dict()`` for a sharded parameter."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         is_gathered = zero3.is_gathered(self.zerosync_param)
         return (Alias if is_gathered else StateEntry).__reduce_ex__(self, protocol)
 
     @classmethod
-    def _compute(cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(cls, func: Any, types: object, args: Any, kwargs: dict[str, Any]) -> Any:
         entry = args[0] if args else None
         if func is torch.Tensor.view and isinstance(entry, Entry) and entry.zerosync_shows_bytes:
             param = entry.zerosync_param
@@ -156,10 +156,10 @@ class Unsharded(_Intercepted, torch.Tensor):
 
     zerosync_values: GatheredValues
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __getattr__(self, name: str) -> Any:
@@ -171,7 +171,7 @@ class UnshardedParameter(Unsharded):
     """The whole values, which a program takes for the parameter: questions about a leaf go to the parameter."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func not in OF_A_LEAF:
             return super().__torch_function__(func, types, args, kwargs)
         param = args[0].zerosync_values.param
@@ -181,7 +181,7 @@ class UnshardedParameter(Unsharded):
             result = func(param, *args[1:], **(kwargs or {}))
         return args[0] if result is param else result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = torch.nn.Parameter(self.zerosync_values.full.clone(), self.requires_grad)
         return memo[id(self)]
@@ -332,7 +332,7 @@ def read_in_transforms() -> None:
     patches.wrap(patches.BATCHED, _transform)
 
 
-def _transform(stock: Callable[..., Any], given: Any, *args: Any) -> Any:
+def _transform(stock: Callable[..., Any], given: Any, *args: object) -> Any:
     if not isinstance(given, _Intercepted):
         return stock(given, *args)
     operation = _Operation()

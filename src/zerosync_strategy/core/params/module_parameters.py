@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -190,7 +189,9 @@ def let_average() -> None:
     patches.wrap(patches.UPDATE_AVERAGE, _update_parameters)
 
 
-def _init(stock: Callable[..., None], average: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+def _init(
+    stock: Callable[..., None], average: AveragedModel, model: nn.Module, *args: object, **kwargs: object
+) -> None:
     if problem := copy_problem(model):
         raise ValueError(f"AveragedModel() {problem}")
     stock(average, model, *args, **kwargs)

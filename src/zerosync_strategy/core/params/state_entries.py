@@ -83,7 +83,7 @@ class StateEntry(torch.Tensor):
     zerosync_shows_bytes = False
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not args or not isinstance(args[0], StateEntry):
             return cls._compute(func, types, args, kwargs)
@@ -108,7 +108,7 @@ class StateEntry(torch.Tensor):
         return cls._compute(func, types, args, kwargs)
 
     @classmethod
-    def _compute(cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(cls, func: Any, types: object, args: Any, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def zerosync_shard(self) -> torch.Tensor | None:
@@ -118,12 +118,12 @@ class StateEntry(torch.Tensor):
     def __copy__(self) -> StateEntry:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = self.clone()
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         _warn_once()
         return torch.empty(0, dtype=self.dtype, device=self.device).__reduce_ex__(protocol)
 
@@ -145,7 +145,7 @@ class Copied(StateEntry):
         return self.zerosync_copy
 
     @classmethod
-    def _compute(cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(cls, func: Any, types: object, args: Any, kwargs: dict[str, Any]) -> Any:
         tree_map_only(Copied, Copied.zerosync_gather, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -174,7 +174,7 @@ def _copied(entry: StateEntry, described: torch.Tensor, copy: torch.Tensor, shar
 def warn_of_what_is_left(module: torch.nn.Module) -> None:
     """Make ``state_dict()`` of ``module`` warn that it has no values: its engine is gone and has left it sharded."""
 
-    def warn(module: torch.nn.Module, *_: Any) -> None:
+    def warn(module: torch.nn.Module, *_: object) -> None:
         for name, param in module.named_parameters():
             if zero3.is_left_sharded(param):
                 warnings.warn(

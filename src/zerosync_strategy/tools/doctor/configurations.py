@@ -132,7 +132,7 @@ class _Asked(dict[str, Any]):
 
     names: typing.ClassVar[set[str]] = set()
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         self.names.add(name)
         return super().get(name, default)
 

@@ -64,7 +64,7 @@ class SkippedCompute(TorchDispatchMode):
         self._on_result = on_result
         self._shapes: dict[Any, Any] = {}  # cached by operator and arguments, since layers and steps repeat
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if _keeps_values(func):
             return func(*args, **(kwargs or {}))  # no new storage
         result = self._run(func, args, kwargs or {})
