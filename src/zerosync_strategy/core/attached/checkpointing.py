@@ -63,14 +63,14 @@ def saving(attached: AttachedEngine, path: str | Path, tag: str, save_latest: bo
             yield False  # engine_save() writes it, when all is written
 
 
-def own_entries(attached: AttachedEngine) -> dict[str, Any]:
+def own_entries(attached: AttachedEngine) -> dict[str, object]:
     """Return ZeroSync's entries for the client state of a checkpoint. Collective."""
     parts = attached.parts
     cohorts = attached.stage.stepper.state(parts.names, zero.data_parallel_group(parts.engine.optimizer))
     return _of_every_format(attached) | ({_COHORTS: cohorts} if cohorts else {})
 
 
-def _of_every_format(attached: AttachedEngine) -> dict[str, Any]:
+def _of_every_format(attached: AttachedEngine) -> dict[str, object]:
     """Return the entries that both formats have."""
     return {_VERSION: __version__, _LAST: attached.parts.window.last.state()}
 
@@ -163,7 +163,7 @@ def saved_checkpoint(
     )  # fmt: skip
 
 
-def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+def require_frozen(module: torch.nn.Module, state: Mapping[str, object]) -> None:
     """Raise :class:`NothingReplaced` if ``state`` has all of ``module`` except its frozen parameters."""
     missing = engine_state.frozen_missing(module, state)
     if missing and missing.keys() == module.state_dict().keys() - state.keys():
@@ -171,8 +171,8 @@ def require_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def loaded(
-    attached: AttachedEngine, path: str | Path, found: tuple[Any, Any], optimizer_states: bool
-) -> tuple[Any, Any]:
+    attached: AttachedEngine, path: str | Path, found: tuple[str | None, dict[str, Any] | None], optimizer_states: bool
+) -> tuple[str | None, dict[str, Any] | None]:
     """Return ``found``, the result of DeepSpeed's ``load_checkpoint``, after loading and removing our entries."""
     _, state = found
     if state is None:

@@ -65,7 +65,7 @@ class Contents:
 
     # ---- what this rank writes -----------------------------------------------------------------------------------
 
-    def written(self, client_state: Mapping[str, Any], exclude_frozen: bool) -> Content:
+    def written(self, client_state: Mapping[str, object], exclude_frozen: bool) -> Content:
         """Return what this rank writes. Raise ``ValueError`` if it cannot hold a state of the optimizer."""
         check_distributed(self._engine)  # as at attach(): a step may have made states
         content = Content()
@@ -101,12 +101,12 @@ class Contents:
                 for key, value in _keyed(self._names[param], self._stepper.states_of(param)).items():
                     _put(content, key, value)
 
-    def _states_at(self, part: MasterPart) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _states_at(self, part: MasterPart) -> tuple[Mapping[str, object], Mapping[str, object]]:
         if isinstance(self._stepper, WholeStepper):
             return {}, {}
         return self._stepper.states_at(part.param, part.number, self._flats[part.number])
 
-    def _add_of_first(self, content: Content, client_state: Mapping[str, Any]) -> None:
+    def _add_of_first(self, content: Content, client_state: Mapping[str, object]) -> None:
         for index, (group, params) in enumerate(zip(self._optimizer.param_groups, self._masters.groups(), strict=True)):
             options = {**group, "params": [self._names[param] for param in params]}
             for option, value in options.items():
@@ -117,7 +117,7 @@ class Contents:
         torch.save(dict(client_state), said)  # at once, as it raises if that is impossible
         content.objects[_ENGINE] = engine_state.state(self._engine) | {"client_state": said.getvalue()}
 
-    def _others(self) -> dict[str, Any]:
+    def _others(self) -> dict[str, object]:
         """Return what ``module.state_dict()`` has beside parameters, by its names: buffers, extra states of modules."""
         if not self._is_whole:
             return {}
@@ -279,7 +279,7 @@ class Contents:
             for part in self._parts for name in [self._names[part.param]]
         }  # fmt: skip
 
-    def _set_states(self, reader: Reader, scalars: Mapping[torch.nn.Parameter, dict[str, Any]]) -> None:
+    def _set_states(self, reader: Reader, scalars: Mapping[torch.nn.Parameter, Mapping[str, object]]) -> None:
         for group, options in zip(self._optimizer.param_groups, self._options(_saved_groups(reader)), strict=True):
             group.update(copy.deepcopy(options))
         group_of = {param: number for number, params in enumerate(self._masters.groups()) for param in params}
@@ -295,7 +295,7 @@ class Contents:
         self._stepper.load_scalars(made, {part.param: part.number for part in self._parts}, self._flats)
         self._masters.states_made()
 
-    def _as_made(self, key: str, value: Any, group: Mapping[str, Any]) -> Any:
+    def _as_made(self, key: str, value: object, group: Mapping[str, object]) -> object:
         """Return a state as the torch optimizer makes it: a number or a tensor, on the host or the device."""
         package = type(self._optimizer).__module__.partition(".")[0]
         if package == "torch" and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -307,7 +307,7 @@ class Contents:
         on_host = package == "torch" and key == "step" and not (group.get("fused") or group.get("capturable"))
         return value if on_host else value.to(self._flats[0].device)
 
-    def _options(self, saved: Mapping[Any, dict[str, Any]]) -> list[dict[str, Any]]:
+    def _options(self, saved: Mapping[object, dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the ``saved`` options of each group here; raise if its parameters had different ones."""
         found = []
         for index, params in enumerate(self._masters.groups()):
@@ -358,14 +358,14 @@ def _keyed(name: str, states: Mapping[str, Any]) -> dict[Key, Any]:
     return {_state(name, kind): value for kind, value in states.items()}
 
 
-def _put(content: Content, key: Key, value: Any) -> None:
+def _put(content: Content, key: Key, value: object) -> None:
     if torch.is_tensor(value):
         content.add(key, Piece.whole(value))
     else:
         content.objects[key] = value
 
 
-def _saved_groups(reader: Reader) -> dict[Any, dict[str, Any]]:
+def _saved_groups(reader: Reader) -> dict[object, dict[str, Any]]:
     groups: dict[Any, dict[str, Any]] = defaultdict(lambda: {"params": []})
     for key in reader.stored:
         if key[:2] == _GROUPS and len(key) == 4:
@@ -373,7 +373,7 @@ def _saved_groups(reader: Reader) -> dict[Any, dict[str, Any]]:
     return groups
 
 
-def _states(reader: Reader, name: str, kinds: set[str]) -> dict[str, Any]:
+def _states(reader: Reader, name: str, kinds: set[str]) -> dict[str, object]:
     return {kind: reader.object(_state(name, kind)) for kind in sorted(kinds)}
 
 

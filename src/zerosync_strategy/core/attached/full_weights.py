@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,7 @@ class FullWeights:
 
     def __init__(
         self, attached: AttachedEngine, module: torch.nn.Module | None = None, dtype: torch.dtype | None = None,
-        entries: Mapping[str, Any] | None = None,
+        entries: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         own = attached.parts.engine.module
         if module is not None and all(each is not module for each in own.modules()):

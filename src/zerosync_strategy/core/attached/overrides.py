@@ -5,9 +5,10 @@ Each class is interposed before DeepSpeed's own (``engine/patches.py``), has no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -16,25 +17,29 @@ from zerosync_strategy.core.attached.engine import AttachedEngine
 from zerosync_strategy.core.engine import zero, zero3, zero3_optimizer
 from zerosync_strategy.core.engine.engine_state import FrozenStay
 from zerosync_strategy.core.engine.patches import ModeOverrides, Stock, replaced
+from zerosync_strategy.core.engine.saved_files import SavedState
 from zerosync_strategy.core.engine.types import Zero3Parameter
+
+if TYPE_CHECKING:
+    from zerosync_strategy.core.handle import ZeroSync
 
 
 class EngineOverrides(ModeOverrides):
     """Overrides of ``DeepSpeedEngine``."""
 
     _zerosync_attached: AttachedEngine
-    _zerosync: Any
+    _zerosync: ZeroSync
 
     @property
-    def zerosync(self) -> Any:
+    def zerosync(self) -> ZeroSync:
         """The handle, even if the program has not called ``attach()`` itself."""
         return self._zerosync
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         with self._zerosync_attached.stage.forward():
             return super().forward(*args, **kwargs)
 
-    def backward(self, loss: Any, *args: object, **kwargs: object) -> Any:
+    def backward(self, loss: object, *args: object, **kwargs: object) -> object:
         engine: Any = self
         is_last = engine.is_gradient_accumulation_boundary() if engine.gradient_accumulation_steps() > 1 else None
         if isinstance(loss, torch.Tensor) and loss.requires_grad and loss.grad_fn is None:
@@ -63,13 +68,13 @@ class EngineOverrides(ModeOverrides):
         with self._zerosync_attached.guards.postponing_step("coalesce_grad_reduction()"):
             yield
 
-    def step(self, *args: object, **kwargs: object) -> Any:
+    def step(self, *args: object, **kwargs: object) -> object:
         self._zerosync_attached.guards.check_step()
         result = super().step(*args, **kwargs)
         self._zerosync_attached.parts.window.end_engine_step()
         return result
 
-    def get_global_grad_norm(self) -> Any:
+    def get_global_grad_norm(self) -> torch.Tensor | float | None:
         norm = self._zerosync.coming_norm()
         return super().get_global_grad_norm() if norm is None else norm
 
@@ -78,9 +83,9 @@ class EngineOverrides(ModeOverrides):
         super().zero_grad()
 
     def save_checkpoint(
-        self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True,
-        exclude_frozen_parameters: bool = False, **kwargs: object,
-    ) -> Any:  # fmt: skip
+        self, save_dir: str | Path, tag: object = None, client_state: Mapping[str, object] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False, **kwargs: object,
+    ) -> bool:  # fmt: skip
         engine: Any = self
         if not save_dir:
             raise ValueError(f"save_checkpoint() takes the path of a directory, got {save_dir!r}.")
@@ -95,9 +100,10 @@ class EngineOverrides(ModeOverrides):
             return super().save_checkpoint(save_dir, tag, state, names_latest, exclude_frozen_parameters, **kwargs)
 
     def load_checkpoint(
-        self, load_dir: Any, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, *args: object, **kwargs: object,
-    ) -> Any:  # fmt: skip
+        self, load_dir: str | Path, tag: Any = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        *args: object, **kwargs: object,
+    ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         states = load_optimizer_states and not load_module_only
         if zero.stage(self) == 3:  # DeepSpeed would return without the weights, which it has with the states alone
             load_optimizer_states = states
@@ -117,14 +123,14 @@ class EngineOverrides(ModeOverrides):
             checkpointing.require_frozen(self.module, checkpoint["module"])
         super().load_module_state_dict(checkpoint, strict, *args, **kwargs)
 
-    def _zero3_consolidated_16bit_state_dict(self, *args: object, **kwargs: object) -> Any:
+    def _zero3_consolidated_16bit_state_dict(self, *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
         checkpointing.check_full_state_dict(self._zerosync_attached)
         with self._zerosync_attached.apart("full weights"):
             state = super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
         # Except on the first rank, DeepSpeed returns None, and save_pretrained() would then read the module's own.
         return {} if state is None else state
 
-    def get_deepcompile_backend(self, *args: object, **kwargs: object) -> Any:
+    def get_deepcompile_backend(self, *args: object, **kwargs: object) -> object:
         with self._zerosync_attached.compiling():
             return super().get_deepcompile_backend(*args, **kwargs)
 
@@ -136,11 +142,11 @@ class EngineOverrides(ModeOverrides):
 class Stage3EngineOverrides(EngineOverrides):
     """On ZeRO-3, DeepSpeed visits all modules before and after a forward, for hooks that are removed."""
 
-    def _forward_prologue(self, *args: object, **kwargs: object) -> Any:
+    def _forward_prologue(self, *args: object, **kwargs: object) -> object:
         with replaced(self._zerosync_attached.guards, "is_preparing", True):
             return super()._forward_prologue(*args, **kwargs)
 
-    def _forward_epilogue(self, *args: object, **kwargs: object) -> Any:
+    def _forward_epilogue(self, *args: object, **kwargs: object) -> object:
         with replaced(self._zerosync_attached.guards, "is_preparing", True):
             return super()._forward_epilogue(*args, **kwargs)
 
@@ -153,7 +159,7 @@ class OptimizerOverrides(Stock):
 
     _zerosync_attached: AttachedEngine
 
-    def step(self, *args: object, **kwargs: object) -> Any:
+    def step(self, *args: object, **kwargs: object) -> object:
         with self._zerosync_attached.step():
             return super().step(*args, **kwargs)
 
@@ -162,10 +168,10 @@ class OptimizerOverrides(Stock):
         super().zero_grad(*args, **kwargs)
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> list[dict[str, Any]]:
         return self._zerosync_attached.stage.pending.groups(super().param_groups)
 
-    def add_param_group(self, param_group: Any) -> None:
+    def add_param_group(self, param_group: object) -> None:
         """Raises, because DeepSpeed would never step it."""
         self._zerosync_attached.guards.refuse_param_group()
 
@@ -209,11 +215,11 @@ class Stage12Overrides(OptimizerOverrides):
 
     _zerosync_attached: Any  # whose stage is a FlatStage
 
-    def state_dict(self, *args: object, **kwargs: object) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> object:
         self._zerosync_attached.stage.in_stock_layout()
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> object:
         self._zerosync_attached.stage.in_stock_layout()
         return super().load_state_dict(*args, **kwargs)
 
@@ -234,14 +240,14 @@ class WholeOverrides(OptimizerOverrides):
 
     _zerosync_attached: Any  # whose stepper is a WholeStepper, and whose states are by name
 
-    def state_dict(self, *args: object, **kwargs: object) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> object:
         return self._zerosync_attached.by_name.save(lambda: super(WholeOverrides, self).state_dict(*args, **kwargs))
 
     def load_state_dict(
-        self, state_dict_list: Any, load_optimizer_states: bool = True, load_from_fp32_weights: bool = False,
-        checkpoint_folder: Any = None, *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        def load(state: Any) -> Any:
+        self, state_dict_list: list[SavedState], load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False, checkpoint_folder: object = None, *args: Any, **kwargs: Any,
+    ) -> object:  # fmt: skip
+        def load(state: object) -> object:
             given = (state, load_optimizer_states, load_from_fp32_weights, None, *args)
             return super(WholeOverrides, self).load_state_dict(*given, **kwargs)
 
@@ -286,7 +292,7 @@ class Stage3Overrides(OptimizerOverrides):
     def _get_norm_groups(self) -> list[torch.Tensor]:
         return [self._zerosync_attached.parts.reducer.norm.value()]
 
-    def zerosync_stock_norms(self) -> list[Any]:
+    def zerosync_stock_norms(self) -> list[torch.Tensor]:
         return super()._get_norm_groups()
 
     def unscale_and_clip_grads(self, *args: Any) -> None:
@@ -296,7 +302,7 @@ class Stage3Overrides(OptimizerOverrides):
 
     # Called by DeepSpeed's safe_get_... and safe_set_..., which fail on full tensors if the rank's shard has padding.
 
-    def get_local_fp32_grad_for_param(self, param: Zero3Parameter) -> Any:
+    def get_local_fp32_grad_for_param(self, param: Zero3Parameter) -> torch.Tensor | None:
         self._zerosync_attached.stage.pending.check_reduced("safe_get_local_grad()")
         return super().get_local_fp32_grad_for_param(param)
 
@@ -309,7 +315,7 @@ class Stage3Overrides(OptimizerOverrides):
         super().set_local_grad_for_param(zero3.shard_of(param, value), param)
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[..., Any], param_list: list[Zero3Parameter]
+        self, update_func: Callable[..., torch.Tensor], param_list: list[Zero3Parameter]
     ) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         super().update_fp32_grad_for_param_vectorized(update_func, param_list)
@@ -347,7 +353,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def _clear_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: it keeps them."""
 
-    def get_full_hp_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> Any:
+    def get_full_hp_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> torch.Tensor:
         if optim_state_key is None:
             return super().get_full_hp_param(param)
         return self._zerosync_attached.stage.stepper.read_state(param, optim_state_key)
@@ -358,7 +364,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
         else:
             self._zerosync_attached.stage.stepper.write_state(param, value, optim_state_key)
 
-    def get_local_fp32_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> Any:
+    def get_local_fp32_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
         if optim_state_key is not None:
             _refuse_local("safe_get_local_optimizer_state()")
         return super().get_local_fp32_param(param)
@@ -378,7 +384,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
         self._zerosync_attached.stage.stepper.write_gradient(param, value)
 
     def update_fp32_grad_for_param_vectorized(
-        self, update_func: Callable[..., Any], param_list: list[Zero3Parameter]
+        self, update_func: Callable[..., torch.Tensor], param_list: list[Zero3Parameter]
     ) -> None:
         self._zerosync_attached.stage.pending.check_reduced("safe_update_full_grad_vectorized()")
         for param in param_list:

@@ -8,7 +8,7 @@ see the stand-in, and accumulates as usual.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ class ReducedGradient(torch.Tensor):
     """Stands in for a gradient that is in the shards."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         name = getattr(func, "__name__", "")
         if name in _KEPT or name == "__get__":
             with zero3.as_it_is():

@@ -236,7 +236,7 @@ def _ranks(tensors: Tensors) -> list[Tensors]:
     return [[flat[:cut]], [flat[cut:]]]
 
 
-def _random_states() -> list[Any]:
+def _random_states() -> list[object]:
     """Return the comparable states of all random generators that an optimizer may draw from."""
     return [bytes(torch.get_rng_state().numpy()), random.getstate(), repr(numpy.random.get_state(legacy=False))]
 
@@ -290,7 +290,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[_TrialGroup]:
     return list(groups.values())
 
 
-def _noted(state: Mapping[str, Any]) -> dict[str, Any]:
+def _noted(state: Mapping[str, object]) -> dict[str, object]:
     stepped = any(isinstance(value, Tensor) for value in state.values())  # then numbers may be counts of steps
     return {
         name: value
@@ -299,7 +299,7 @@ def _noted(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -310,7 +310,9 @@ class _MessageError(RuntimeError):
 class _Alone(TorchDispatchMode):
     """Forbids communication in a trial: other ranks may be at another point, or step other parameters."""
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise _MessageError(func.name())
         return func(*args, **(kwargs or {}))
@@ -319,7 +321,9 @@ class _Alone(TorchDispatchMode):
 class _CopySmallTensors(TorchFunctionMode):
     """Forbids copies of large tensors: an optimizer may keep a reference to a model."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         if func in (Tensor.__deepcopy__, Tensor.clone) and args[0].numel() > _LARGEST_COPY:
             raise ValueError(f"it keeps a tensor of shape {tuple(args[0].shape)} beside its parameters and states")
         return func(*args, **(kwargs or {}))
@@ -336,7 +340,7 @@ def _copied(optimizer: torch.optim.Optimizer, groups: Sequence[_TrialGroup], par
     return twin
 
 
-def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], memo: dict[int, object]) -> Any:
+def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], memo: dict[int, object]) -> Optimizer:
     """Return the copy. ``memo``, as of ``deepcopy()``, collects the copies of nested optimizers, too."""
     twin = object.__new__(type(optimizer))
     own = dict(vars(optimizer))
@@ -356,7 +360,7 @@ def _twin(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], memo: 
     return twin
 
 
-def _key(optimizer: torch.optim.Optimizer) -> Any:
+def _key(optimizer: torch.optim.Optimizer) -> object:
     """Return the class and the options, to cache by; ``None`` if the optimizer has other attributes."""
     simple = (bool, int, float, str, tuple, type(None))
     options = {name: value for name, value in vars(optimizer).items() if isinstance(value, simple)}

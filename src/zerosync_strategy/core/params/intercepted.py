@@ -54,7 +54,9 @@ class _Intercepted:
     """A tensor whose operations this file intercepts."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         if func in OF_THE_OBJECT or (func in OF_THE_SHAPE and issubclass(cls, Unsharded)):
             with zero3.as_it_is():
                 found = func(*args, **(kwargs or {}))
@@ -73,7 +75,7 @@ class _Intercepted:
 class _Sharded(_Intercepted):
     """An intercepted tensor without the values."""
 
-    def __reduce_ex__(self: Any, protocol: object) -> Any:
+    def __reduce_ex__(self: Any, protocol: object) -> str | tuple[Any, ...]:
         raise RuntimeError(
             f"Parameter {record_of(_param_of(self)).name} was to be saved while ZeRO-3 has it sharded. Save a"
             f" checkpoint through the engine, or zerosync.full_state(). Or: {REMEDY}"
@@ -106,7 +108,9 @@ class Alias(_Sharded, torch.Tensor):
     zerosync_param: Zero3Parameter
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         if cls is Alias and func in REQUIRE_GRADIENT and _is_given_gradients(*args, **(kwargs or {})):
             _take_values(args[0])
         return super().__torch_function__(func, types, args, kwargs)
@@ -114,10 +118,10 @@ class Alias(_Sharded, torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"values of: {self.zerosync_param!r}"
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         return self.clone()
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
         param = self.zerosync_param
         if not zero3.is_gathered(param):
             return super().__reduce_ex__(protocol)
@@ -131,12 +135,12 @@ class Alias(_Sharded, torch.Tensor):
 class Entry(StateEntry, Alias):
     """The entry of a ``state_dict()`` for a sharded parameter."""
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
         is_gathered = zero3.is_gathered(self.zerosync_param)
         return (Alias if is_gathered else StateEntry).__reduce_ex__(self, protocol)
 
     @classmethod
-    def _compute(cls, func: Any, types: object, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(cls, func: Any, types: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         entry = args[0] if args else None
         if func is torch.Tensor.view and isinstance(entry, Entry) and entry.zerosync_shows_bytes:
             param = entry.zerosync_param
@@ -156,13 +160,13 @@ class Unsharded(_Intercepted, torch.Tensor):
 
     zerosync_values: GatheredValues
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         return self.as_subclass(torch.Tensor).__deepcopy__(memo)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         # Attributes by which programs find out whether they have to gather a parameter.
         return zero3.answer_of_gathered(name, self.zerosync_values.param)
 
@@ -171,7 +175,9 @@ class UnshardedParameter(Unsharded):
     """The whole values, which a program takes for the parameter: questions about a leaf go to the parameter."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func not in OF_A_LEAF:
             return super().__torch_function__(func, types, args, kwargs)
         param = args[0].zerosync_values.param
@@ -181,7 +187,7 @@ class UnshardedParameter(Unsharded):
             result = func(param, *args[1:], **(kwargs or {}))
         return args[0] if result is param else result
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         if id(self) not in memo:
             memo[id(self)] = torch.nn.Parameter(self.zerosync_values.full.clone(), self.requires_grad)
         return memo[id(self)]
@@ -207,7 +213,7 @@ def class_at_rest(stock: type) -> type:
     return found
 
 
-def _param_of(tensor: Any) -> Any:
+def _param_of(tensor: Any) -> Zero3Parameter:
     return tensor.zerosync_param if isinstance(tensor, Alias) else tensor
 
 
@@ -215,7 +221,7 @@ def _values_of(tensor: Any) -> ParameterValues:
     return record_of(_param_of(tensor)).values
 
 
-def _differentiate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _differentiate(func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, object]) -> object:
     """Run a function that looks up tensors in a graph, with their own classes: what was read is the parameter there."""
     args, kwargs = tree_map(
         lambda each: each.zerosync_values.param if type(each) is UnshardedParameter else each, (args, kwargs)
@@ -237,7 +243,7 @@ def _differentiate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
-def _operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _operate(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     if args and isinstance(args[0], _Sharded):
         if func in _OF_SHARDED and (done := _OF_SHARDED[func](*args)) is not NotImplemented:
             return done
@@ -265,7 +271,7 @@ class _Operation:
         self._gathered: dict[Any, GatheredValues] = {}
         self._used: list[Record] = []  # parameters that are operands themselves
 
-    def operand(self, given: Any) -> Any:
+    def operand(self, given: object) -> Any:
         """Return what to compute with in place of ``given``."""
         if isinstance(given, Copied):
             given.zerosync_gather()
@@ -306,7 +312,7 @@ class _Operation:
             if plain._version != version:
                 gathered.write_back()
 
-    def result(self, computed: Any) -> Any:
+    def result(self, computed: object) -> object:
         """Return what the program gets for ``computed``."""
         if type(computed) is not torch.Tensor or computed.layout is not torch.strided or is_transformed(computed):
             return computed
@@ -332,7 +338,7 @@ def read_in_transforms() -> None:
     patches.wrap(patches.BATCHED, _transform)
 
 
-def _transform(stock: Callable[..., Any], given: Any, *args: object) -> Any:
+def _transform(stock: Callable[..., object], given: object, *args: object) -> object:
     if not isinstance(given, _Intercepted):
         return stock(given, *args)
     operation = _Operation()
@@ -342,17 +348,17 @@ def _transform(stock: Callable[..., Any], given: Any, *args: object) -> Any:
         operation.settle()
 
 
-def _alias(tensor: Any, alias: torch.Tensor) -> Any:
+def _alias(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
     alias.__class__ = Alias
     alias.zerosync_param = _param_of(tensor)  # type: ignore[attr-defined]
     return alias
 
 
-def _is_given_gradients(alias: Any, requires_grad: bool = True) -> bool:
+def _is_given_gradients(alias: torch.Tensor, requires_grad: bool = True) -> bool:
     return requires_grad and not alias.requires_grad
 
 
-def _take_values(alias: Any) -> None:
+def _take_values(alias: torch.Tensor) -> None:
     """Make ``alias`` an :class:`Unsharded` tensor, to be differentiated by."""
     values, param = _values_of(alias), _param_of(alias)
     gathered = values.read(param)
@@ -362,19 +368,19 @@ def _take_values(alias: Any) -> None:
     unsharded(alias, gathered)
 
 
-def _detach(tensor: Any) -> Any:
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
     with zero3.as_it_is():
         return _alias(tensor, tensor.detach())
 
 
-def _view_as(tensor: Any, other: Any) -> Any:
+def _view_as(tensor: torch.Tensor, other: torch.Tensor) -> object:
     if other is not tensor:
         return NotImplemented
     with zero3.as_it_is():  # this is how torch.autograd.graph looks up the parameter's node
         return _alias(tensor, tensor.view_as(tensor))
 
 
-def _set_data(tensor: Any, value: torch.Tensor) -> None:
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(value, _Sharded) or _param_of(value) is not _param_of(tensor):
         _values_of(tensor).assign(_param_of(tensor), _Operation().operand(value))
 

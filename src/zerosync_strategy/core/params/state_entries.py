@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,7 +46,7 @@ _OBJECT = """
 _BYTES = "data_ptr untyped_storage storage _typed_storage"
 
 
-def _functions_of(names: str) -> set[Any]:
+def _functions_of(names: str) -> set[object]:
     """Return the functions that call, get, set and delete these members of a tensor."""
     functions: set[Any] = set()
     for name in names.split():
@@ -83,7 +84,9 @@ class StateEntry(torch.Tensor):
     zerosync_shows_bytes = False
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if not args or not isinstance(args[0], StateEntry):
             return cls._compute(func, types, args, kwargs)
@@ -108,7 +111,7 @@ class StateEntry(torch.Tensor):
         return cls._compute(func, types, args, kwargs)
 
     @classmethod
-    def _compute(cls, func: Any, types: object, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(cls, func: Any, types: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         raise NotImplementedError
 
     def zerosync_shard(self) -> torch.Tensor | None:
@@ -118,12 +121,12 @@ class StateEntry(torch.Tensor):
     def __copy__(self) -> StateEntry:
         return self
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         if id(self) not in memo:
             memo[id(self)] = self.clone()
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
         _warn_once()
         return torch.empty(0, dtype=self.dtype, device=self.device).__reduce_ex__(protocol)
 
@@ -145,7 +148,7 @@ class Copied(StateEntry):
         return self.zerosync_copy
 
     @classmethod
-    def _compute(cls, func: Any, types: object, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute(cls, func: Any, types: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         tree_map_only(Copied, Copied.zerosync_gather, (args, kwargs))
         return func(*args, **kwargs)
 

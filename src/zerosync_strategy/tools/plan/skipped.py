@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -64,7 +64,9 @@ class SkippedCompute(TorchDispatchMode):
         self._on_result = on_result
         self._shapes: dict[Any, Any] = {}  # cached by operator and arguments, since layers and steps repeat
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if _keeps_values(func):
             return func(*args, **(kwargs or {}))  # no new storage
         result = self._run(func, args, kwargs or {})
@@ -74,7 +76,7 @@ class SkippedCompute(TorchDispatchMode):
             self._on_result(tensor)
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         if func is torch.ops.aten.equal.default:
             return True  # so that a search for changed values finds none
         given = _tensors((args, kwargs))
@@ -111,7 +113,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return empty(tensor) if _is_large(tensor) else torch.zeros_like(tensor, device="cpu")
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors(values: object) -> list[torch.Tensor]:
     """Return the tensors in nested lists and dicts. torch's pytree would take half of a replay's time for it."""
     if isinstance(values, (list, tuple, dict)):
         each = values.values() if isinstance(values, dict) else values
@@ -131,7 +133,7 @@ def _keeps_values(func: Any) -> bool:
     return is_view or func._schema.name.split("::")[-1] in _METADATA
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> Hashable:
     """Return a hashable description of arguments that determines the shapes of an operator's results."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
@@ -142,7 +144,7 @@ def _described(value: Any) -> Any:
     return type(value), value
 
 
-def _shapes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _shapes_of(func: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     metas: dict[int, torch.Tensor] = {}
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,7 +160,7 @@ def _shapes_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _written(func: Any, returned: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _written(func: Any, returned: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Return the written argument of which ``returned`` is an alias; ``None`` for a new tensor."""
     if returned.alias_info is None:
         return None
