@@ -59,7 +59,7 @@ class StrategyArguments:
         return ours, options
 
     def read(
-        self, built: dict[str, Any], stage: int | None, config: Any, ours: Mapping[str, Any]
+        self, built: dict[str, Any], stage: int | None, config: object, ours: Mapping[str, Any]
     ) -> tuple[ZeroSyncConfig, int]:
         """Take ZeroSync's block out of a DeepSpeed configuration; return ZeroSync's options and the ZeRO stage.
 
@@ -96,7 +96,7 @@ class StrategyArguments:
             if config.get(dtype, {}).get("enabled") == AUTO:
                 config[dtype]["enabled"] = precision in precisions
 
-    def _check_stage(self, stage: Any, name: str) -> None:
+    def _check_stage(self, stage: object, name: str) -> None:
         if stage not in (1, 2, 3) or isinstance(stage, bool):
             raise self._error(
                 f"{self._owner} needs ZeRO stage 1, 2 or 3, got {name}={stage!r}. Without ZeRO, use Lightning's"

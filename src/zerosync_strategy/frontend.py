@@ -115,7 +115,7 @@ def share_process_group() -> None:
 
 
 @contextmanager
-def building_model(sharding: AbstractContextManager[None], config: Any, stage: int) -> Iterator[None]:
+def building_model(sharding: AbstractContextManager[None], config: object, stage: int) -> Iterator[None]:
     """Around the building of a model, which ZeRO-3 shards meanwhile.
 
     ``sharding`` is the framework's own context, which enters ``zero.Init`` and may complete the DeepSpeed configuration
@@ -226,7 +226,7 @@ def whole_checkpoint(module: torch.nn.Module, zerosyncs: Sequence[ZeroSync]) -> 
     return requiring_grad([param for param in module.parameters() if param not in trained], False)
 
 
-def load_full(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, frozen_stay: bool = False) -> None:
+def load_full(module: torch.nn.Module, state: Mapping[str, object], strict: bool, frozen_stay: bool = False) -> None:
     """Call ``load_state_dict(state)`` of a module that no engine trains, sharded or not. Collective.
 
     ``frozen_stay``: frozen parameters that ``state`` lacks keep their values.

@@ -56,7 +56,7 @@ def register_with(package: str) -> None:
         registry.register(name, partial(_make, home), description=description, override=True, **options)
 
 
-def _make(home: Home, **options: object) -> Any:
+def _make(home: Home, **options: object) -> object:
     return getattr(import_module(home.module), home.strategy)(**options)
 
 

@@ -50,18 +50,18 @@ def _post_init(stock: Callable[..., None]) -> Callable[..., None]:
     return post_init
 
 
-def _prepare_deepspeed(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _prepare_deepspeed(stock: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(stock)
-    def prepare_deepspeed(self: Accelerator, *args: object) -> Any:
+    def prepare_deepspeed(self: Accelerator, *args: object) -> object:
         plugin = self.deepspeed_plugin
         return prepare(self, plugin, args, stock) if isinstance(plugin, ZeroSyncPlugin) else stock(self, *args)
 
     return prepare_deepspeed
 
 
-def _prepare_backend(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _prepare_backend(stock: Callable[..., Any]) -> Callable[..., object]:
     @functools.wraps(stock)
-    def prepare_backend(self: PartialState, cpu: bool = False, *args: object, **kwargs: object) -> Any:
+    def prepare_backend(self: PartialState, cpu: bool = False, *args: object, **kwargs: object) -> object:
         """Return gloo on a machine without accelerator. Stock returns no backend, so that each rank trains alone.
 
         Before Accelerate 1.15 stock returns gloo, but DeepSpeed compiles its extension.
@@ -100,6 +100,6 @@ def _is_ours() -> bool:
     return deepspeed and (_always or ZeroSyncPlugin.used or _has_block())
 
 
-def _has_block(given: Any = None) -> bool:
+def _has_block(given: object = None) -> bool:
     config = read_config(given)
     return config is not None and BLOCK in config.config

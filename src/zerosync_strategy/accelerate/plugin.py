@@ -141,7 +141,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
             trainer.install(ZeroSyncPlugin)
 
     @contextmanager
-    def filled_in(self, prepared: Iterable[Any]) -> Iterator[None]:
+    def filled_in(self, prepared: Iterable[object]) -> Iterator[None]:
         """Around ``prepare(*prepared)``: replace values of "auto" for which Accelerate would raise or choose badly."""
         config, filled = self.deepspeed_config, self._filled
         if any(isinstance(item, torch.nn.Module) for item in prepared):
@@ -168,7 +168,7 @@ class ZeroSyncPlugin(DeepSpeedPlugin):
 
 
 @contextmanager
-def _taken_as_it_is(config: dict[str, Any], prepared: Iterable[Any]) -> Iterator[None]:
+def _taken_as_it_is(config: dict[str, Any], prepared: Iterable[object]) -> Iterator[None]:
     """While active, Accelerate uses an offloaded optimizer as given, and does not replace it by DeepSpeed's CPU Adam.
 
     Stock does so silently, for any optimizer.
@@ -201,7 +201,7 @@ def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def read_config(given: Any = None) -> HfDeepSpeedConfig | None:
+def read_config(given: object = None) -> HfDeepSpeedConfig | None:
     """Return the given DeepSpeed configuration (a dictionary, a path or a text), or else the launcher's."""
     if given is None:
         given = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")

@@ -23,7 +23,7 @@ from zerosync_strategy.frontend import in_full_shapes, one_more, wait_for_save
 _TRAINER = "_zerosync_trainer"  # attribute of an Accelerator: its Trainer
 
 
-def install(plugin_class: type[Any]) -> None:
+def install(plugin_class: type) -> None:
     """Replace transformers' ``deepspeed_init``; without a plugin of ``plugin_class``, it works as before.
 
     Raises:
@@ -41,7 +41,7 @@ def install(plugin_class: type[Any]) -> None:
         _exchange(trainer.deepspeed_init, deepspeed.deepspeed_init)
 
 
-def _exchange(found: Any, other: Any) -> None:
+def _exchange(found: object, other: object) -> None:
     """Replace ``found`` by ``other`` in the modules of transformers."""
     for name in ("transformers.integrations.deepspeed", "transformers.integrations", "transformers.trainer"):
         module = sys.modules.get(name)
@@ -49,7 +49,7 @@ def _exchange(found: Any, other: Any) -> None:
             module.deepspeed_init = other  # type: ignore[attr-defined]
 
 
-def is_trainers(config: Any) -> bool:
+def is_trainers(config: object) -> bool:
     """Return whether a Trainer, which divides losses itself, has filled in the ``config`` of a plugin."""
     deepspeed = sys.modules.get("transformers.integrations.deepspeed")
     return deepspeed is not None and isinstance(config, deepspeed.HfTrainerDeepSpeedConfig)
@@ -115,7 +115,7 @@ def _keep_last_complete(trainer: Any) -> None:
     save = trainer._save_checkpoint
 
     @functools.wraps(save)
-    def save_checkpoint(*args: object, **options: object) -> Any:
+    def save_checkpoint(*args: object, **options: object) -> object:
         wait_for_save()
         with one_more(trainer.args, "save_total_limit"):
             return save(*args, **options)
@@ -126,9 +126,9 @@ def _keep_last_complete(trainer: Any) -> None:
             setattr(trainer, name, _waiting_first(getattr(trainer, name)))
 
 
-def _waiting_first(call: Callable[..., Any]) -> Callable[..., Any]:
+def _waiting_first(call: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(call)
-    def waits(*args: object, **options: object) -> Any:
+    def waits(*args: object, **options: object) -> object:
         wait_for_save()
         return call(*args, **options)
 
@@ -145,7 +145,7 @@ def _show_to_callbacks(trainer: Any) -> None:
     stock = handler.on_pre_optimizer_step
 
     @functools.wraps(stock)
-    def on_pre_optimizer_step(*args: object, **options: object) -> Any:
+    def on_pre_optimizer_step(*args: object, **options: object) -> object:
         overridden = any(type(each).on_pre_optimizer_step is not base for each in handler.callbacks)
         zerosync = trainer.accelerator.deepspeed_engine_wrapped.zerosync
         with zerosync.full_gradients() if overridden else nullcontext():
@@ -154,9 +154,9 @@ def _show_to_callbacks(trainer: Any) -> None:
     handler.on_pre_optimizer_step = on_pre_optimizer_step
 
 
-def _replace(stock: Callable[..., Any], plugin_class: type[Any]) -> Callable[..., Any]:
+def _replace(stock: Callable[..., Any], plugin_class: type) -> Callable[..., object]:
     @functools.wraps(stock)
-    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> tuple[object, object]:
         plugin: Any = trainer.accelerator.state.deepspeed_plugin
         if inference or not isinstance(plugin, plugin_class):
             return stock(trainer, num_training_steps, inference)

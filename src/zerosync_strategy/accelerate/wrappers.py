@@ -161,7 +161,7 @@ class ZeroSyncEngineWrapper(DeepSpeedEngineWrapper):
 
     def clip_grad_norm(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> Any:
+    ) -> torch.Tensor | float | None:
         """Clip the next step to ``max_norm``; return the norm before clipping, or ``None`` in mid-accumulation.
 
         Raises:
@@ -214,7 +214,7 @@ class _OptimizerOverrides(Stock):
     optimizer: Any
     gradient_state: GradientState
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> object:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -241,7 +241,7 @@ class _AcceleratorOverrides(Stock):
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> Any:
+    ) -> torch.Tensor | float | None:
         wrapped = self.deepspeed_engine_wrapped
         if not isinstance(wrapped, ZeroSyncEngineWrapper):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
@@ -253,14 +253,14 @@ class _AcceleratorOverrides(Stock):
             return super().clip_grad_value_(parameters, clip_value)
         wrapped.clip_grad_value(parameters, clip_value)
 
-    def save_state(self, *args: object, **kwargs: object) -> Any:
+    def save_state(self, *args: object, **kwargs: object) -> object:
         frontend.wait_for_save()
         in_background = self.deepspeed_plugin.zerosync_config.checkpoint_background
         kept = frontend.one_more(self.project_configuration, "total_limit") if in_background else nullcontext()
         with kept, frontend.one_save():  # schedulers and states of random generators are part of the checkpoint
             return super().save_state(*args, **kwargs)
 
-    def free_memory(self, *objects: object) -> Any:
+    def free_memory(self, *objects: object) -> object:
         kept = self.deepspeed_engine_wrapped if keeps_engine(self) else None
         if kept is not None:
             kept.zerosync.abort("training began anew")

@@ -7,9 +7,9 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from zerosync_strategy.core.announcement import ATTACHED, note, say
 from zerosync_strategy.core.attached.engine import AttachedEngine
@@ -173,7 +173,7 @@ def let_modules_zero() -> None:
 
 def _zero_grad(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
-    def zero_grad(module: Any, *args: object, **kwargs: object) -> None:
+    def zero_grad(module: nn.Module, *args: object, **kwargs: object) -> None:
         for attached in list(AttachedEngine.all):
             attached.parts.window.changes.show_all()
         with zero3.as_it_is():

@@ -49,7 +49,7 @@ class Budget:
         return self.automatic or (self.device not in (0, None) if self.node_in_device else self.node != 0)
 
     @classmethod
-    def read(cls, option: str, given: Any, unlimited: str | None, places: Sequence[str]) -> Budget:
+    def read(cls, option: str, given: object, unlimited: str | None, places: Sequence[str]) -> Budget:
         """Return the budget that ``option`` got.
 
         ``unlimited`` is the option's value for no limit. ``places`` are the keys that a mapping may have in addition to
@@ -68,7 +68,7 @@ class Budget:
         return cls(device=parse_bytes(option, given, takes))
 
     @classmethod
-    def _of_places(cls, option: str, given: Mapping[Any, Any], places: Sequence[str]) -> Budget:
+    def _of_places(cls, option: str, given: Mapping[str, object], places: Sequence[str]) -> Budget:
         if not given or given.keys() - {"device", *places, AUTO} or {"device", AUTO} <= given.keys():
             *first, last = ("'device' (or 'auto')", *map(repr, places))
             raise ValueError(
@@ -90,7 +90,7 @@ class Budget:
         return cls(**sizes, node_in_device="node" not in given, automatic=AUTO in given, limit=limit)
 
 
-def parse_bytes(option: str, value: Any, otherwise: str = "") -> int:
+def parse_bytes(option: str, value: object, otherwise: str = "") -> int:
     """Return a size in bytes, from an int or a text as ``"2GiB"`` or ``"500MB"``.
 
     Raises a ``TypeError`` if ``value`` is neither, and a ``ValueError`` if it is negative or a text that is no size.
@@ -278,7 +278,7 @@ class ZeroSyncConfig:
                     " options instead of config=."
                 )
 
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str) -> object:
         """Return an option in a comparable form, since it may have several spellings."""
         value = {"grad_memory_budget": self.gradients, "param_memory_budget": self.parameters}.get(name)
         value = getattr(self, name) if value is None else value
@@ -289,7 +289,7 @@ class ZeroSyncConfig:
         return frozenset(field.name for field in dataclasses.fields(cls))
 
     @classmethod
-    def resolve(cls, block: Any = None, keywords: Mapping[str, Any] | None = None) -> ZeroSyncConfig:
+    def resolve(cls, block: object = None, keywords: Mapping[str, Any] | None = None) -> ZeroSyncConfig:
         """Merge the ``"zerosync"`` block of a DeepSpeed configuration with arguments.
 
         Raises:
@@ -343,7 +343,7 @@ REMOVED = {  # each with the remedy
 }
 
 
-def refuse_removed(options: Mapping[Any, Any]) -> None:
+def refuse_removed(options: Mapping[str, object]) -> None:
     """Raise a ``ValueError`` with the remedy if one of ``options``, or its value, was removed."""
     for name, value in options.items():
         for said in (name, f"{name}={value!r}" if isinstance(value, str) else name):

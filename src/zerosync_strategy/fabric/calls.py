@@ -43,7 +43,7 @@ class PreparedModule(Module):
         ]
         self.__dict__["engine"] = None  # not a submodule, which would change the names of parameters
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return (self.engine or self.module)(*args, **kwargs)
 
     def stop_refusing(self) -> None:
@@ -89,7 +89,7 @@ def find_model_of_backward(package: str, strategy: type) -> None:
 
     def replacement(stock: Callable[..., None]) -> Callable[..., None]:
         @wraps(stock)
-        def backward(self: Any, tensor: Tensor, *args: object, model: Any = None, **kwargs: object) -> None:
+        def backward(self: Any, tensor: Tensor, *args: object, model: object = None, **kwargs: object) -> None:
             if model is None and self._models_setup > 1 and isinstance(self._strategy, strategy):
                 engines: list[DeepSpeedEngine] = [zerosync.engine for zerosync in self._strategy.zerosyncs]  # type: ignore[attr-defined]
                 if engines and not any(engine.fp16_enabled() for engine in engines):

@@ -7,7 +7,7 @@ key of its checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ _REST = "fabric_state"
 
 
 def save(
-    path: str | Path, state: dict[str, Any], convert: Callable[[dict[str, Any]], Any], exclude_frozen: bool
+    path: str | Path, state: dict[str, Any], convert: Callable[[dict[str, Any]], object], exclude_frozen: bool
 ) -> None:  # fmt: skip
     """Write ``state`` to the directory ``path``. Collective.
 
@@ -106,7 +106,7 @@ def load(path: str | Path, state: Any, strict: bool, broadcast: Callable[[Any], 
     return rest
 
 
-def load_weights(module: Module, state: dict[str, Any], strict: bool) -> None:
+def load_weights(module: Module, state: Mapping[str, object], strict: bool) -> None:
     """Call ``load_state_dict(state)`` of a model on any stage, whether it has an engine or not. Collective."""
     model = unwrap_prepared(module)
     zerosync = handle_of(model)
@@ -127,7 +127,7 @@ def _load_for_evaluation(model: PreparedModule, directory: Path, strict: bool) -
     load_weights(model, get_fp32_state_dict_from_zero_checkpoint(str(directory), TAG), strict)
 
 
-def _models_in(state: dict[str, Any], call: str) -> dict[str, DeepSpeedEngine]:
+def _models_in(state: Mapping[str, object], call: str) -> dict[str, DeepSpeedEngine]:
     """Return the models of ``state`` that were set up: engines, and models without an optimizer.
 
     Raises:
@@ -144,7 +144,7 @@ def _models_in(state: dict[str, Any], call: str) -> dict[str, DeepSpeedEngine]:
     return models
 
 
-def _optimizers_in(state: dict[str, Any], models: dict[str, DeepSpeedEngine]) -> dict[str, Any]:
+def _optimizers_in(state: Mapping[str, object], models: dict[str, DeepSpeedEngine]) -> dict[str, object]:
     """Return the entries of ``state`` that are optimizers of models."""
     found = {name: value for name, value in state.items() if name not in models and handle_of(value) is not None}
     for name, optimizer in found.items():
@@ -170,7 +170,7 @@ def _found(path: str | Path, name: str, models: dict[str, DeepSpeedEngine]) -> P
 
 
 def _verified_together(
-    directories: dict[str, Path], models: dict[str, DeepSpeedEngine], optimizers: dict[str, Any]
+    directories: dict[str, Path], models: dict[str, DeepSpeedEngine], optimizers: Mapping[str, object]
 ) -> AbstractContextManager[None]:
     """Around the loading of models: checkpoints are verified first. One model with an optimizer does so itself."""
     trained = [model for model in models.values() if not isinstance(model, PreparedModule)]
@@ -187,7 +187,7 @@ def _verified_together(
     return one_load(sources)
 
 
-def _is_loaded(optimizer: object, optimizers: dict[str, Any]) -> bool:
+def _is_loaded(optimizer: object, optimizers: Mapping[str, object]) -> bool:
     return any(each is optimizer for each in optimizers.values())
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -178,7 +179,9 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         engine, zero_optimizer = self._train(module, optimizers[0], "Fabric.setup()")
         return engine, [zero_optimizer], *scheduler
 
-    def _train(self, module: Module, optimizer: Optimizer, call: str, prepared: PreparedModule | None = None) -> Any:
+    def _train(
+        self, module: Module, optimizer: Optimizer, call: str, prepared: PreparedModule | None = None
+    ) -> tuple[DeepSpeedEngine, Optimizer]:
         def build() -> DeepSpeedEngine:
             if prepared is not None:
                 prepared.stop_refusing()
@@ -240,7 +243,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return prepared
 
     @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make an engine of ``optimizer`` and of the model from ``fabric.setup_module()`` whose parameters it has.
 
         Raises:
@@ -268,7 +271,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             if self.config.get(block, {}).get("enabled"):
                 module.to(dtype)
 
-    def _make_engine(self, module: Module, *optimizer: Any) -> tuple[Any, Any]:
+    def _make_engine(self, module: Module, *optimizer: Any) -> tuple[DeepSpeedEngine, Optimizer]:
         self._patch_process()
         with frontend.building_engine(self):
             engine, zero_optimizer, *_ = self._initialize_engine(module, *optimizer)
@@ -284,7 +287,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         gradient: Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: Any = None,
+        inputs: object = None,
     ) -> None:
         """Run a backward. It belongs to the window of each engine whose parameters it reaches."""
         module = unwrap_prepared(module)
@@ -309,7 +312,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
             super().backward(tensor, module, retain_graph=bool(retain_graph))
 
     @override
-    def optimizer_step(self, optimizer: Any, closure: Any = None, **kwargs: object) -> Any:
+    def optimizer_step(self, optimizer: object, closure: Any = None, **kwargs: object) -> object:
         """Reduce the window of ``optimizer`` and step it; return the result of ``closure``."""
         result = None
         if closure is not None:
@@ -324,7 +327,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
     def clip_gradients_norm(
         self,
         module: Module,
-        optimizer: Any,
+        optimizer: object,
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
@@ -339,7 +342,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return clip_norm(zerosync_of(optimizer), max_norm, norm_type, error_if_nonfinite)
 
     @override
-    def clip_gradients_value(self, module: Module, optimizer: Any, clip_val: float) -> None:
+    def clip_gradients_value(self, module: Module, optimizer: object, clip_val: float) -> None:
         """Clip each element of the averaged gradients of the next step; gathers the full gradients."""
         zerosync = zerosync_of(optimizer)
         with zerosync.full_gradients():
@@ -349,7 +352,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @override
     def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+        self, path: str | Path, state: dict[str, Any], storage_options: object = None, filter: object = None
     ) -> None:
         """Save models, each with its optimizer, and the other entries of ``state``; see ``checkpoints.py``.
 
@@ -374,7 +377,7 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
 
     @override
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load models, with the optimizers that are in ``state``, and its other entries.
 
@@ -387,11 +390,11 @@ class ZeroSyncFabricStrategy(DeepSpeedStrategy):
         return load(path, state, strict, self.broadcast)
 
     @override
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+    def load_module_state_dict(self, module: Module, state_dict: Mapping[str, object], strict: bool = True) -> None:
         load_weights(module, state_dict, strict)
 
     @override
-    def get_optimizer_state(self, optimizer: Any) -> dict[str, Tensor]:
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if frontend.handle_of(optimizer) is not None:
             raise RuntimeError(
                 "state_dict() of an optimizer under ZeRO is this rank's shard alone. Save it with its model:"

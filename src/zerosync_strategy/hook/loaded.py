@@ -11,6 +11,7 @@ from typing import Any
 from zerosync_strategy.core.announcement import note
 from zerosync_strategy.core.engine import patches
 from zerosync_strategy.core.engine.contract import ContractError
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.options import BLOCK
 from zerosync_strategy.names import register_with
 
@@ -42,18 +43,18 @@ def _refuse(stock: Callable[..., None], error: Exception) -> Callable[..., None]
     """Make a DeepSpeed configuration raise ``error``."""
 
     @functools.wraps(stock)
-    def post_init(self: Any) -> None:
+    def post_init(self: object) -> None:
         stock(self)
         raise error
 
     return post_init
 
 
-def _initialize(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _initialize(stock: Callable[..., Any]) -> Callable[..., object]:
     """Attach to engines that a program makes itself. Frontends attach to the engines of frameworks."""
 
     @functools.wraps(stock)
-    def initialize(*args: object, **kwargs: object) -> Any:
+    def initialize(*args: object, **kwargs: object) -> object:
         from zerosync_strategy.core.engine import zero
 
         if zero.is_building_engine():
@@ -88,7 +89,7 @@ def _prepare() -> None:
         prepare_cpu()
 
 
-def _left_alone(engine: Any, caller: str) -> bool:
+def _left_alone(engine: DeepSpeedEngine, caller: str) -> bool:
     """Return whether ZeroSync leaves an engine without a block alone, and note the reason for ``zerosync run``."""
     from zerosync_strategy.core.engine import zero
 
@@ -103,7 +104,7 @@ def _left_alone(engine: Any, caller: str) -> bool:
     return True
 
 
-def _attach(engine: Any) -> None:
+def _attach(engine: DeepSpeedEngine) -> None:
     from zerosync_strategy.core.attaching import attach
 
     attach(engine).may_be_replaced = True

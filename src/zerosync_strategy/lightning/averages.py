@@ -54,7 +54,7 @@ def is_wanted(trainer: Trainer) -> bool:
     return all(each._average_model is None for each in averaging)
 
 
-def give(module: LightningModule, state: Mapping[str, Any], strict: bool) -> None:
+def give(module: LightningModule, state: Mapping[str, object], strict: bool) -> None:
     """Set ``module`` to the average, on any stage. Collective."""
     from deepspeed import zero
 

@@ -29,13 +29,13 @@ from .precision import overrides
 class _Proxy:
     """A proxy of ``target``, with another class and the attributes in ``replaced``."""
 
-    def __init__(self, target: Any, **replaced: Any) -> None:
+    def __init__(self, target: object, **replaced: Any) -> None:
         vars(self).update(replaced, _target=target)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self._target, name, value)
 
 

@@ -99,7 +99,7 @@ def remove_others(checkpoint: str | Path, engines: int) -> None:
         shutil.rmtree(directory(checkpoint, index), ignore_errors=True)
 
 
-def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def check_full_weights(module: torch.nn.Module, state: Mapping[str, object], strict: bool) -> None:
     """Check that ``state``, from one file, fits ``module`` under ZeRO-3. Lightning would skip entries that do not.
 
     Raises:
@@ -126,7 +126,7 @@ def check_full_weights(module: torch.nn.Module, state: Mapping[str, Any], strict
         )
 
 
-def _shape(value: object) -> Any:
+def _shape(value: object) -> object:
     return frontend.full_shape(value) if isinstance(value, torch.Tensor) else ()
 
 

@@ -137,8 +137,8 @@ class ZeroSyncPrecision(DeepSpeedPrecision):
 
     @override
     def optimizer_step(  # type: ignore[override]
-        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: object
-    ) -> Any:
+        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], object], **kwargs: object
+    ) -> object:
         zerosync = _zerosync_of(optimizer)
         if model.automatic_optimization and model.trainer.fit_loop._skip_backward:
             warnings.warn(NO_STEP, stacklevel=1)

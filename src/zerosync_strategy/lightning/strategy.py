@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -244,7 +245,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
     @override
     def _setup_model_and_optimizer(
         self, model: torch.nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> Any:
+    ) -> tuple[DeepSpeedEngine, Optimizer]:
         build_stock = super()._setup_model_and_optimizer
 
         def build() -> DeepSpeedEngine:
@@ -297,7 +298,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
         return getattr(self, "exclude_frozen_parameters", False)  # from Lightning 2.5.1
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         if not dist.is_initialized():
             raise MisconfigurationException(
                 "A checkpoint was to be saved before fit(). The DeepSpeed engine that saves it is made there: save in"
@@ -317,7 +318,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
                 averages.save(averaged, filepath)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         how = {} if weights_only is None else {"weights_only": weights_only}  # an unknown argument in Lightning 2.5
         if self.load_full_weights and self.zero_stage_3:
@@ -357,7 +358,7 @@ class ZeroSyncStrategy(DeepSpeedAnyDeviceStrategy):
             frontend.reload_master_weights(zerosync.engine.optimizer)
 
     @override
-    def remove_checkpoint(self, filepath: Any) -> None:  # once the one that may take its place is complete
+    def remove_checkpoint(self, filepath: str | Path) -> None:  # once the one that may take its place is complete
         frontend.after_save(lambda: super(ZeroSyncStrategy, self).remove_checkpoint(filepath))
 
     def _whole_checkpoint(self) -> AbstractContextManager[None]:

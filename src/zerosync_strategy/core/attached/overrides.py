@@ -5,7 +5,7 @@ Each class is interposed before DeepSpeed's own (``engine/patches.py``), has no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -168,7 +168,7 @@ class OptimizerOverrides(Stock):
         super().zero_grad(*args, **kwargs)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> Sequence[MutableMapping[str, Any]]:
         return self._zerosync_attached.stage.pending.groups(super().param_groups)
 
     def add_param_group(self, param_group: object) -> None:

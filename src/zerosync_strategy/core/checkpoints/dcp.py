@@ -183,7 +183,7 @@ def write(folder: Path, rank: int, content: Content) -> FileState:
     with path.open("wb") as file:
         stream = _Summed(file)
 
-        def save(value: Any) -> tuple[int, int]:
+        def save(value: object) -> tuple[int, int]:
             begin = stream.size
             torch.save(value, cast("IO[bytes]", stream))
             return begin, stream.size - begin

@@ -149,7 +149,7 @@ class StockReader:
             for option, value in (group | {"params": names}).items():
                 self._add(("optimizer", "param_groups", number, option), value)
 
-    def _add(self, key: Key, value: Any) -> None:
+    def _add(self, key: Key, value: object) -> None:
         if torch.is_tensor(value):
             whole = Range(0, value.detach().reshape(-1))
             self._add_ranges(key, [whole], value.dtype, tuple(value.shape))

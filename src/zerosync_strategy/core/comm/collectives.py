@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from zerosync_strategy.core.engine import zero
 from zerosync_strategy.core.engine.patches import replaced
 from zerosync_strategy.core.engine.types import Work
 
+_Value = TypeVar("_Value")
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """Returns a flat tensor of so many elements, with any values."""
 
@@ -45,8 +46,8 @@ class InFlight:
     """
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Any], alive: object = None, timeout: timedelta | None = None,
-        label: str = "", exchange: Exchange | None = None,
+        self, works: Sequence[Work], finish: Callable[[], object], alive: object = None,
+        timeout: timedelta | None = None, label: str = "", exchange: Exchange | None = None,
     ) -> None:  # fmt: skip
         self._works, self._finish, self._alive = works, finish, alive
         self._timeout, self._label, self._exchange = timeout, label, exchange
@@ -54,7 +55,7 @@ class InFlight:
         self._error: Exception | None = None
         self.is_done = False
 
-    def then(self, use: Callable[[Any], Any]) -> None:
+    def then(self, use: Callable[[Any], object]) -> None:
         """Apply ``use`` to the result when it is waited for; :meth:`wait` returns what that returns."""
         finish = self._finish
         self._finish = lambda: use(finish())
@@ -218,16 +219,16 @@ def grouped(process_group: ProcessGroup, device: torch.device, label: object) ->
         note_launch(process_group, device, label)
 
 
-def gather_objects(value: Any, process_group: ProcessGroup | None) -> list[Any]:
+def gather_objects(value: object, process_group: ProcessGroup | None) -> list[Any]:
     """Return the ``value`` of every rank of ``process_group``, by rank. Pickled: for small and rare messages."""
     values: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(values, value, group=process_group)
     return values
 
 
-def broadcast_object(value: Any, rank: int, process_group: ProcessGroup | None) -> Any:
+def broadcast_object(value: _Value, rank: int, process_group: ProcessGroup | None) -> _Value:
     """Return the ``value`` of ``rank``, a rank of ``process_group``. Pickled: for small and rare messages."""
-    values = [value if dist.get_rank(process_group) == rank else None]
+    values: list[Any] = [value if dist.get_rank(process_group) == rank else None]
     source = rank if process_group is None else dist.get_global_rank(process_group, rank)
     dist.broadcast_object_list(values, src=source, group=process_group)
     return values[0]

@@ -47,14 +47,14 @@ def allow_any_model() -> None:
     param_functions.intercept_contexts()
 
 
-def _configure_model(stock: Callable[[Any, Any], None], engine: DeepSpeedEngine, model: Any) -> None:
+def _configure_model(stock: Callable[..., None], engine: DeepSpeedEngine, model: nn.Module) -> None:
     if is_building_engine():
         require_supported_optimizer(engine)  # before DeepSpeed compiles one
     prepare_to_broadcast(model)  # before it is converted to another dtype
     stock(engine, model)
 
 
-def _broadcast_model(stock: Callable[[Any], None], engine: DeepSpeedEngine) -> None:
+def _broadcast_model(stock: Callable[[DeepSpeedEngine], None], engine: DeepSpeedEngine) -> None:
     scalars = [param for param in engine.module.parameters() if param.dim() == 0]
     for param in scalars:
         param.data = param.data.view(1)
@@ -65,7 +65,7 @@ def _broadcast_model(stock: Callable[[Any], None], engine: DeepSpeedEngine) -> N
             param.data = param.data.view(())
 
 
-def _shard(stock: Callable[[Any, Any], None], init: Any, param: Any) -> None:
+def _shard(stock: Callable[[object, nn.Parameter], None], init: object, param: Any) -> None:
     prepare_to_shard(param)
     if param.dim():
         return stock(init, param)
@@ -231,7 +231,7 @@ def leave_out_ranges() -> None:
     patches.replace(patches.RANGES, lambda _: False)
 
 
-def _start_without_compiler(operators: Any) -> None:
+def _start_without_compiler(operators: dict[str, object]) -> None:
     if patches.is_installed(patches.SHARED_MEMORY):
         return
     name = "deepspeed_shm_comm"

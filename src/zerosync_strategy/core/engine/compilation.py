@@ -64,7 +64,7 @@ def unwrap_compiled(engine: DeepSpeedEngine) -> None:
     the wrapper none, and both one set of backward hooks. Without wrappers, nothing changes.
     """
 
-    def unwrap(module: Any) -> Any:
+    def unwrap(module: Any) -> torch.nn.Module:
         while (inside := vars(module)["_modules"].get("_orig_mod")) is not None:
             inside._compiled_call_impl = module.dynamo_ctx(inside._call_impl)
             module = inside

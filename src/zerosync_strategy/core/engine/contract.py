@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
+
 
 class ContractError(RuntimeError):
     """A library lacks an internal that a ZeroSync feature needs, or has changed it.
@@ -149,7 +151,7 @@ _LIVE: dict[str, Callable[[Any], Any]] = {  # owners of a live engine
 }
 
 
-def require(table: Iterable[Internal], engine: Any = None) -> None:
+def require(table: Iterable[Internal], engine: DeepSpeedEngine | None = None) -> None:
     """Check that the installed libraries have what ``table`` names, in modules and classes or on ``engine``.
 
     Raise ``ContractError`` if an internal is missing or has changed.
@@ -167,7 +169,7 @@ def require(table: Iterable[Internal], engine: Any = None) -> None:
             raise changed(internal.feature, f"{where}.{internal.name} {found}", internal.package)
 
 
-def problem(internal: Internal, owner: Any = None) -> str:
+def problem(internal: Internal, owner: object = None) -> str:
     """Return what is wrong with ``internal`` on ``owner``, by default its module or class; empty if nothing."""
     if internal.named_in:
         return "" if internal.name in names_in(internal.named_in) else f"is not in {internal.named_in} any more"

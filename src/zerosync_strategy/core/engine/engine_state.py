@@ -79,7 +79,7 @@ def _load_scale(optimizer: ZeroOptimizer, saved: dict[str, Any]) -> None:
         optimizer.torch_autocast_gradscaler.load_state_dict(saved["gradient_scaler"])
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> dict[str, object]:
     """Return the state of this rank's random number generators."""
     state = {"torch": torch.get_rng_state(), "numpy": numpy.random.get_state(), "python": random.getstate()}
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
@@ -130,7 +130,7 @@ def writing(engine: DeepSpeedEngine, around: Callable[[str | None], AbstractCont
     writer = engine.checkpoint_engine
     save, copy_script = writer.save, engine._copy_recovery_script
 
-    def save_around(state_dict: Any, path: str) -> None:
+    def save_around(state_dict: object, path: str) -> None:
         with around(path):
             save(state_dict, path)
 
@@ -159,7 +159,7 @@ def files_to_load(engine: DeepSpeedEngine, folder: Path, shards: bool, any_ranks
     return own
 
 
-def frozen_missing(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def frozen_missing(module: torch.nn.Module, state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """Return the frozen parameters of ``module`` that ``state`` lacks, under each of their names."""
     params = module.named_parameters(remove_duplicate=False)
     return {name: param.data for name, param in params if not param.requires_grad and name not in state}

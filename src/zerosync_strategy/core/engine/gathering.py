@@ -68,7 +68,7 @@ def counted_all_gather(counter: Any) -> FlatAllGather:
 
     stock = partition_parameters._dist_allgather_fn
 
-    def all_gather(shard: torch.Tensor, of_all: torch.Tensor, process_group: dist.ProcessGroup) -> Any:
+    def all_gather(shard: torch.Tensor, of_all: torch.Tensor, process_group: dist.ProcessGroup) -> object:
         counter.add(_KIND, of_all.nbytes, process_group)
         return stock(shard, of_all, process_group)
 

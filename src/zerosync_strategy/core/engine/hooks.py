@@ -18,7 +18,7 @@ saved tensor. So they are used only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -229,7 +229,7 @@ def _pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor, tensor._version
 
 
-def _without_ours(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _without_ours(stock: Callable[..., Any]) -> Callable[..., AbstractContextManager[None]]:
     """Return a replacement of ``disable_saved_tensors_hooks``, by which transforms of torch.func refuse any hooks."""
 
     @contextmanager

@@ -35,7 +35,7 @@ def intercept(param: Zero3Parameter) -> None:
     stock = param.all_gather, param.partition, param.all_gather_coalesced
 
     @for_training
-    def all_gather_coalesced(params: Any, *args: object, **kwargs: object) -> Any:
+    def all_gather_coalesced(params: Iterable[Zero3Parameter], *args: object, **kwargs: object) -> Any:
         # Hooks of engines that are not attached, or were replaced, or have no optimizer, gather with this function too.
         with zero3.as_it_is():
             handle = stock[2](params, *args, **kwargs)
@@ -50,7 +50,7 @@ def intercept(param: Zero3Parameter) -> None:
         return handle
 
     @for_training
-    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+    def all_gather(param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> object:
         params = [param] if param_list is None else param_list
         if not async_op:
             _gather_in_buckets(params)  # of attached engines: as a step gathers persistent parameters
@@ -105,11 +105,11 @@ def gather_at_once(params: Iterable[nn.Parameter]) -> None:
 
 def _gather_by_default(
     param: Zero3Parameter, stock: Callable[..., Any], param_list: Any = None, async_op: bool = False, hierarchy: int = 0
-) -> Any:
+) -> object:
     return _gather_all(stock, [param] if param_list is None else param_list, async_op, hierarchy)
 
 
-def _gather_all(stock: Callable[..., Any], params: Any, async_op: bool, hierarchy: int) -> Any:
+def _gather_all(stock: Callable[..., object], params: Any, async_op: bool, hierarchy: int) -> object:
     """Gather ``params`` as ``stock`` does, and wait for all of them.
 
     For several parameters, releases before ``WHOLE_GATHER`` wait only for the last, which is not enough off NCCL.
@@ -143,7 +143,7 @@ def _enter(stock: Callable[[Any], None], context: Any) -> None:
     context._zerosync_nodes = nodes_made()
 
 
-def _leave(stock: Callable[..., Any], context: Any, *error: object) -> Any:
+def _leave(stock: Callable[..., object], context: Any, *error: object) -> object:
     writes = context.enabled and context.src_rank is not None
     try:
         with _broadcastable(context.params if writes else ()):
@@ -218,7 +218,7 @@ def _let_marks_be_looked_for() -> None:
     code, defaults = safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__
     stock = types.FunctionType(safe_get_full_grad.__code__, safe_get_full_grad.__globals__)
 
-    def look(param: Any, *, _stock: Callable[[Any], Any] = stock) -> Any:
+    def look(param: Any, *, _stock: Callable[[Any], object] = stock) -> object:
         return param.get_full_hp_grad() if "_hp_grad" in param.__dict__ else _stock(param)
 
     safe_get_full_grad.__code__, safe_get_full_grad.__kwdefaults__ = look.__code__, look.__kwdefaults__

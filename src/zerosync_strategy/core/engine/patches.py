@@ -22,6 +22,7 @@ from zerosync_strategy.core.engine.contract import resolve
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,13 @@ _buried: dict[Patch, tuple[Any, Any]] = {}  # stock and ours, if someone has rep
 _users: dict[int, weakref.ref[Any]] = {}
 
 
-def add_user(user: Any) -> None:
+def add_user(user: object) -> None:
     """Keep what is installed until :func:`remove_user`, or until ``user`` is collected."""
     key = id(user)
     _users[key] = weakref.ref(user, lambda _: _remove(key))
 
 
-def remove_user(user: Any) -> None:
+def remove_user(user: object) -> None:
     """Undo all that is installed if ``user`` is the last."""
     _remove(id(user))
 
@@ -134,7 +135,7 @@ def install(patch: Patch, undo: Callable[[], None] | None = None) -> None:
     _installed[patch] = undo or (lambda: None)
 
 
-def replace(patch: Patch, make: Callable[[Any], Any]) -> None:
+def replace(patch: Patch, make: Callable[[Any], object]) -> None:
     """Replace the attribute of ``patch`` by the result of ``make(stock)``. Does nothing if it is installed."""
     if patch in _installed:
         return
@@ -159,12 +160,12 @@ def replace(patch: Patch, make: Callable[[Any], Any]) -> None:
     _installed[patch] = undo
 
 
-def wrap(patch: Patch, around: Callable[..., Any]) -> None:
+def wrap(patch: Patch, around: Callable[..., object]) -> None:
     """:func:`replace` a function by one that calls ``around`` with the stock function and its arguments."""
 
-    def make(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def make(stock: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(stock)
-        def call(*args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             return around(stock, *args, **kwargs)
 
         return call
@@ -187,7 +188,7 @@ Stock: Any = object
 _PREFIX = "ZeroSync"
 
 
-def interpose(target: Any, layer: type, also: tuple[type, ...] = ()) -> None:
+def interpose(target: object, layer: type, also: tuple[type, ...] = ()) -> None:
     """Put the methods of ``layer`` before those of ``target``, which they call through ``super()``.
 
     The new class is named after the stock class and ZeroSync, as ``ZeroSyncDeepSpeedEngine``. It also inherits from
@@ -213,7 +214,7 @@ class _Layered(type):
 
 
 @contextmanager
-def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(target: object, name: str, value: object) -> Iterator[None]:
     """While active, the attribute ``name`` of ``target``, its own or inherited, is ``value``."""
     before, is_own = getattr(target, name), name in getattr(target, "__dict__", ())
     setattr(target, name, value)
@@ -226,7 +227,7 @@ def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
             setattr(target, name, before)
 
 
-def restore(target: Any, layer: type) -> None:
+def restore(target: object, layer: type) -> None:
     """Undo :func:`interpose` of ``layer``; raise ``RuntimeError`` if it is not the outermost layer of ``target``."""
     outermost = vars(type(target)).get("_zerosync_layer")
     if outermost is not layer:
@@ -250,10 +251,10 @@ class ModeOverrides(Stock):
     def training(self, mode: bool) -> None:
         self.module.training = mode
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
         return self  # as torch's modules do; DeepSpeed returns nothing
 
-    def eval(self) -> Any:
+    def eval(self) -> Self:
         super().eval()
         return self

@@ -93,7 +93,7 @@ def files_of(folder: Path, rank: int) -> list[Path]:
     return [folder / model, path.with_name(re.sub(r"rank_\d+", f"rank_{rank}", path.name, count=1))]
 
 
-def names_of(folder: Path, rank: int) -> list[list[Any]]:
+def names_of(folder: Path, rank: int) -> list[list[str]]:
     """Return the names of the parameters that ``rank`` owned, by the torch optimizer's groups."""
     state = torch_state_of(read(shards_of(folder)[rank])["optimizer_state_dict"])
     return [group["params"] for group in state["param_groups"]]
@@ -117,9 +117,7 @@ def masters_of(state: SavedState) -> list[torch.Tensor]:
     return found
 
 
-def with_torch_state(
-    state: SavedState, of_torch: dict[str, Any], masters: list[torch.Tensor] | None = None
-) -> SavedState:
+def with_torch_state(state: SavedState, of_torch: object, masters: list[torch.Tensor] | None = None) -> SavedState:
     """Return ``state`` with another state of the torch optimizer and, if given, other master weights."""
     torch_key, masters_key = _keys(state)
     return state | {torch_key: of_torch} | ({} if masters is None else {masters_key: masters})
@@ -273,5 +271,5 @@ class SavedFiles:
         return copy.deepcopy({key: value for key, value in self.model.items() if key not in _NOT_CLIENTS})
 
 
-def _is_by_element(value: Any, flat: torch.Tensor) -> bool:
+def _is_by_element(value: object, flat: torch.Tensor) -> bool:
     return torch.is_tensor(value) and value.ndim == 1 and value.numel() >= flat.numel()  # with padding

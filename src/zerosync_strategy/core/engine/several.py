@@ -105,16 +105,16 @@ class _ParamGroupsOverrides(Stock):
         return self.optimizer.defaults
 
     @property
-    def param_groups(self) -> list[Any]:
+    def param_groups(self) -> list[_GroupView]:
         return groups_of(super().param_groups, self._zerosync_groups)
 
 
-def groups_of(groups: Sequence[Any], params: Sequence[Sequence[nn.Parameter]]) -> list[Any]:
+def groups_of(groups: Sequence[Any], params: Sequence[Sequence[nn.Parameter]]) -> list[_GroupView]:
     """Return DeepSpeed's ``groups`` with the module's ``params``, by group."""
     return [_GroupView(group, of_group) for group, of_group in zip(groups, params, strict=True)]
 
 
-def shows_parameters(groups: Sequence[Any]) -> bool:
+def shows_parameters(groups: Sequence[object]) -> bool:
     """Return whether ``groups`` are those of :func:`groups_of`."""
     return bool(groups) and isinstance(groups[0], _GroupView)
 
@@ -129,7 +129,7 @@ class _GroupView(UserDict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self._params if key == "params" else super().__getitem__(key)
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         if key == "params":
             raise ValueError(
                 "param_groups[...]['params'] was to be replaced, but a DeepSpeed engine lays out what it trains when it"

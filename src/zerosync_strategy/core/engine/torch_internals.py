@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -13,6 +13,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from zerosync_strategy.core.engine.contract import rows
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _C10D = "torch.distributed.distributed_c10d"
 _BINDINGS = "torch._C._distributed_c10d"
@@ -103,11 +106,11 @@ def outside_of_transforms() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
-def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
+def for_training(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Run ``method`` outside of torch's inference mode, so that parameters get memory that can be trained."""
 
     @functools.wraps(method)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if not torch.is_inference_mode_enabled():
             return method(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
@@ -116,13 +119,13 @@ def for_training(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def internal(method: Callable[..., Any]) -> Callable[..., Any]:
+def internal(method: Callable[..., _Result]) -> Callable[..., _Result]:
     """As :func:`for_training`, with parameters at rest as DeepSpeed has left them, hidden from a program's modes."""
     dispatch_modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
     inference = torch.is_inference_mode_enabled
 
     @functools.wraps(method)
-    def call(*args: object) -> Any:
+    def call(*args: object) -> _Result:
         if not (dispatch_modes() or transforms() or inference()):
             with torch._C.DisableTorchFunctionSubclass():
                 return method(*args)

@@ -26,7 +26,7 @@ def not_split(module: torch.nn.Module) -> set[str]:
     return {name for each in module.modules() for name in getattr(each, "_no_split_modules", None) or ()}
 
 
-def tell_transformers(config: Any) -> Any:
+def tell_transformers(config: object) -> object:
     """Tell ``from_pretrained``, while the returned object lives, that ZeRO-3 shards the models that it builds."""
     if "transformers" not in sys.modules or importlib.util.find_spec("accelerate") is None:
         return None  # transformers is unused, or does not support it

@@ -112,7 +112,7 @@ def use_current_names() -> None:
             patches.replace(patch, partial(_instead, current))
 
 
-def _instead(current: Any, stock: Any) -> Any:
+def _instead(current: object, stock: object) -> object:
     return current
 
 

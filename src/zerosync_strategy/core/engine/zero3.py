@@ -38,7 +38,7 @@ def param_id(param: Any) -> int:
         return 0
 
 
-def full_shape(param: Any) -> tuple[int, ...]:
+def full_shape(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(param.ds_shape if is_sharded(param) else param.shape)
 
 
@@ -187,7 +187,7 @@ as_it_is = torch._C.DisableTorchFunctionSubclass
 """A context in which a parameter at rest is the empty tensor that DeepSpeed has left: nothing is intercepted."""
 
 
-def answer_of_gathered(name: str, param: Zero3Parameter) -> Any:
+def answer_of_gathered(name: str, param: Zero3Parameter) -> object:
     """Return what the attribute ``name`` of ``param`` would be if it were gathered; or raise ``AttributeError``."""
     if name == "ds_status":
         return type(param.ds_status).AVAILABLE
@@ -237,7 +237,7 @@ def shard_pairs(
     return found
 
 
-def shard_of(param: Any, full: torch.Tensor) -> torch.Tensor:
+def shard_of(param: Zero3Parameter, full: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of ``full``, flat and zero-padded. ``ValueError``: the size differs."""
     require_numel(full, full_shape(param))
     size = shard_numel(param)
@@ -313,7 +313,7 @@ def wrap_zero_init(check: Callable[[dist.ProcessGroup, dist.ProcessGroup], None]
 
     contract.require(deepspeed_internals.NESTED_ZERO_INIT)
 
-    def enter(stock: Callable[[Any], Any], init: Any) -> Any:
+    def enter(stock: Callable[[Any], object], init: Any) -> object:
         outer = partition_parameters.top_level_context
         if init.enabled and outer is not None and dist.get_world_size(init.ds_process_group) < dist.get_world_size():
             check(init.ds_process_group, outer.ds_process_group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,7 +121,7 @@ def weights(optimizer: Zero3Optimizer) -> Iterator[tuple[torch.Tensor, torch.Ten
             yield shard.data, master.data
 
 
-def take_master_weights(optimizer: Zero3Optimizer, param: Any) -> None:
+def take_master_weights(optimizer: Zero3Optimizer, param: Zero3Parameter) -> None:
     """Set this rank's shard of ``param`` to its master weights, and reshard gathered values."""
     record_of(param).write()
     param.ds_tensor.data.copy_(optimizer.get_local_fp32_param(param))

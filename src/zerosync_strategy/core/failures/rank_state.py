@@ -183,7 +183,7 @@ class RankState:
             return self
         return replace(self, waits_for=pending.text, reduces=pending.reduces, line=self.line or pending.line)
 
-    def encode(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, object]:
         """Return the fields that differ from their defaults, for JSON."""
         return {"rank": self.rank} | {
             name: value for name, value in asdict(self).items() if value != getattr(RankState, name, None)

@@ -138,7 +138,7 @@ class LastBackward:
 
     # ---- between two windows -------------------------------------------------------------------------------------
 
-    def state(self) -> list[Any]:
+    def state(self) -> list[object]:
         """Return what is expected and why, for a checkpoint; the same on all ranks."""
         return [self._count, self._in_a_row, self._needed_in_a_row, self._steps, self.expected]
 

@@ -162,21 +162,21 @@ class GuardedStates(defaultdict[Any, Any]):
         super().__init__(dict, states)
         self._names = names
 
-    def __missing__(self, key: Any) -> Any:
+    def __missing__(self, key: object) -> Any:
         self._check(key)
         return super().__missing__(key)
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or self._check(key)
 
-    def get(self, key: Any, default: object = None) -> Any:
+    def get(self, key: object, default: object = None) -> Any:
         return super().get(key, default) if key in self else default
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: object, *default: Any) -> Any:
         self._check(key)
         return super().pop(key, *default)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return defaultdict, (dict, dict(self))
 
     def _check(self, key: Any) -> bool:

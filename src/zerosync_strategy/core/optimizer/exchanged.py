@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zerosync_strategy.core.comm.collectives import InFlight, largest
@@ -56,7 +56,7 @@ class _Batch:
         sent = torch.cat([shard_of(param) for param in self._params])
         received = sent.new_empty(self._layout.world_size * self._width)
 
-        def use(_: Any) -> None:
+        def use(_: object) -> None:
             columns = received.view(self._layout.world_size, self._width).split(self._own_numels, 1)
             for param, shards in zip(self._own, columns, strict=True):
                 take(param, shards.reshape(-1)[: zero3.full_numel(param)])
@@ -79,7 +79,7 @@ class _Batch:
             sent, sizes[rank], of_owners[rank] = like.new_zeros(1), 1, 1
         received = like.new_empty(sum(of_owners))
 
-        def use(_: Any) -> None:
+        def use(_: object) -> None:
             parts = list(received.split(of_owners))
             begins = [0] * len(parts)
             for param, owner, numel in zip(self._params, self._owners, self._shard_numels, strict=True):
@@ -90,7 +90,7 @@ class _Batch:
 
     def _exchange(
         self, sent: torch.Tensor, received: torch.Tensor, sent_numels: list[int], received_numels: list[int], what: str,
-        use: Callable[[Any], None],
+        use: Callable[[object], None],
     ) -> InFlight:  # fmt: skip
         group, label = self._layout.process_group, f"the exchange of {what} with their owners"
         counts = sent, received, sent_numels, received_numels
@@ -141,7 +141,7 @@ class ExchangedStepper(WholeStepper):
                 master.grad = None if param in self.left_out else gradient.view_as(master).to(master.dtype)
 
     @torch.no_grad()
-    def scale_gradients(self, index: int, factor: Any) -> None:
+    def scale_gradients(self, index: int, factor: torch.Tensor | float) -> None:
         for gradient in (master.grad for master in self.masters.values()):
             if index == 0 and gradient is not None:
                 gradient.mul_(factor)
@@ -171,7 +171,7 @@ class ExchangedStepper(WholeStepper):
         layout = self._shards.layout_of(param)
         layout.write(value, self._shards.owned[layout], param)
 
-    def owner(self, param: nn.Parameter) -> tuple[int, Any]:
+    def owner(self, param: nn.Parameter) -> tuple[int, dist.ProcessGroup]:
         layout = self._shards.layout_of(param)
         return layout.owners[param], layout.process_group
 

@@ -7,7 +7,7 @@ own part of the changes back. Unchanged elements keep their value in the shard, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ class PendingGradients:
         self._configured_clip_norm: float | None = None  # while another clip norm is in force
         self._are_shown = False  # in full_gradients(): the step uses the gradients on the parameters
 
-    def groups(self, stock: Any) -> Any:
+    def groups(self, stock: Sequence[MutableMapping[str, Any]]) -> Sequence[MutableMapping[str, Any]]:
         """Return DeepSpeed's parameter groups with the module's parameters."""
         return stock if shows_parameters(stock) else groups_of(stock, self._groups)
 
@@ -189,7 +189,7 @@ class PendingGradients:
 
     # ---- one gradient, by DeepSpeed's functions (engine/param_functions.py) ----------------------------------------
 
-    def full_gradient(self, param: nn.Parameter, stock: Callable[[], Any]) -> Any:
+    def full_gradient(self, param: nn.Parameter, stock: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Return the averaged gradient of ``param``; ``stock`` reads it from the shards. Collective."""
         if self._are_shown:
             return param.grad
@@ -242,7 +242,7 @@ class FlatPendingGradients(PendingGradients):
         super().__init__(*common)
         self._states, self._whole = states, whole
 
-    def full_gradient(self, param: nn.Parameter, stock: Callable[[], Any]) -> Any:
+    def full_gradient(self, param: nn.Parameter, stock: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         return super().full_gradient(param, lambda: self._states.layout_of(param).read(self._shard(param), param))
 
     def set_full_gradient(self, param: nn.Parameter, value: torch.Tensor) -> None:

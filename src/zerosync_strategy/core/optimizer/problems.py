@@ -201,12 +201,12 @@ def shared_memory_problem(module: torch.nn.Module) -> str:
     )  # fmt: skip
 
 
-def mark_used(optimizer: Any) -> None:
+def mark_used(optimizer: torch.optim.Optimizer) -> None:
     """Remember that an engine has replaced the parameters of ``optimizer``."""
     _used.add(optimizer)
 
 
-def foreign_problem(module: torch.nn.Module, groups: Sequence[Sequence[Any]]) -> str:
+def foreign_problem(module: torch.nn.Module, groups: Sequence[Sequence[torch.Tensor]]) -> str:
     """Return which parameters of an optimizer's ``groups`` are not in ``module``; empty if none."""
     own = {id(param) for param in module.parameters()}
     foreign = [
@@ -221,13 +221,13 @@ def foreign_problem(module: torch.nn.Module, groups: Sequence[Sequence[Any]]) ->
     )  # fmt: skip
 
 
-def _unwrapped(optimizer: Any) -> Iterator[Any]:
+def _unwrapped(optimizer: object) -> Iterator[object]:
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)
 
 
-def _groups(optimizer: Any) -> Iterator[list[Any]]:
+def _groups(optimizer: object) -> Iterator[list[torch.Tensor]]:
     groups: Iterable[Any] | None = getattr(optimizer, "param_groups", None)
     if groups is None:
         params = getattr(optimizer, "params", ())
@@ -239,7 +239,7 @@ def _groups(optimizer: Any) -> Iterator[list[Any]]:
         yield [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def _named(optimizer: Any, cls: type) -> str:
+def _named(optimizer: object, cls: type) -> str:
     name = type(optimizer).__name__
     return name if type(optimizer) is cls else f"{name}, a kind of {cls.__name__},"
 
@@ -290,18 +290,18 @@ def take_out_dropped_groups(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def _schedulers(optimizer: torch.optim.Optimizer) -> Iterator[LRScheduler]:
     """Yield the schedulers of ``optimizer``; the program may step them, and then nothing else refers to them."""
     for each in gc.get_objects():
         if issubclass(type(each), LRScheduler) and getattr(each, "optimizer", None) is optimizer:
             yield each
 
 
-def _by_group(scheduler: Any, number: int) -> dict[str, list[Any]]:
+def _by_group(scheduler: LRScheduler, number: int) -> dict[str, list[object]]:
     """Return the attributes of ``scheduler`` that have a value for each of so many groups."""
     lists = {name: vars(scheduler).get(name) for name in _BY_GROUP}
     return {name: values for name, values in lists.items() if isinstance(values, list) and len(values) == number}
 
 
-def _only(lists: dict[str, list[Any]], kept: Sequence[int]) -> dict[str, list[Any]]:
+def _only(lists: dict[str, list[object]], kept: Sequence[int]) -> dict[str, list[object]]:
     return {name: [values[index] for index in kept] for name, values in lists.items()}

@@ -205,7 +205,7 @@ class Stepper:
             for group, flats in groups:
                 group["params"] = flats
 
-    def _call(self, pieces: Sequence[_Piece], method: Callable[[], Any]) -> None:
+    def _call(self, pieces: Sequence[_Piece], method: Callable[[], object]) -> None:
         """Call a method of the torch optimizer while its groups hold ``pieces`` and nothing else."""
         entered = [(piece, _enter(self._zero.optimizer, piece)) for piece in pieces if piece.bounds]
         for piece, views in entered:
@@ -231,7 +231,7 @@ class Stepper:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    def state(self, names: Mapping[nn.Parameter, str], group: dist.ProcessGroup) -> list[Any]:
+    def state(self, names: Mapping[nn.Parameter, str], group: dist.ProcessGroup) -> Sequence[object]:
         """Return the cohorts for a checkpoint: names of parameters and scalars. Empty, without a message, if one only.
 
         Collective otherwise, because a rank has the scalars of its own shard only.

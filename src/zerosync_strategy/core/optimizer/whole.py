@@ -77,7 +77,7 @@ class WholeStepper(Stepper):
         return {} if master is None else self._zero.optimizer.state.get(master, {})
 
     @abstractmethod
-    def owner(self, param: nn.Parameter) -> tuple[int, Any]:
+    def owner(self, param: nn.Parameter) -> tuple[int, dist.ProcessGroup]:
         """Return the rank of the owner of ``param`` in its process group, and the process group."""
 
     def read_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
@@ -98,7 +98,7 @@ class WholeStepper(Stepper):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def state(self, names: Mapping[nn.Parameter, str], group: dist.ProcessGroup) -> list[Any]:
+    def state(self, names: Mapping[nn.Parameter, str], group: dist.ProcessGroup) -> Sequence[object]:
         return []
 
     def load(self, state: list[Any], names: Mapping[nn.Parameter, str]) -> None:
@@ -172,7 +172,7 @@ class OwnedStepper(WholeStepper):
         if index == len(self._zero.optimizer.param_groups) - 1:
             zero.step_torch_optimizer(self._zero)
 
-    def owner(self, param: nn.Parameter) -> tuple[int, Any]:
+    def owner(self, param: nn.Parameter) -> tuple[int, dist.ProcessGroup]:
         layout = next(layout for layout in self._layouts if param in layout.owners)
         return layout.owners[param], layout.process_group
 
@@ -223,7 +223,7 @@ class StatesByName:
             state = stock()
         return with_torch_state(state, self._stepper.by_name(torch_state_of(state), self._names))
 
-    def load(self, of_ranks: Sequence[Any], optimizer_states: bool, stock: Callable[[Any], Any]) -> Any:
+    def load(self, of_ranks: Sequence[SavedState], optimizer_states: bool, stock: Callable[[object], object]) -> object:
         """Load the saved states ``of_ranks``, of the same owners. ``stock`` loads DeepSpeed's."""
         rank = dist.get_rank(self._group)
         state = of_ranks[rank]

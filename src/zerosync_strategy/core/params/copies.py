@@ -17,11 +17,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from zerosync_strategy.core.comm.journal import SentCounter
+from zerosync_strategy.core.comm.nodes import Nodes
 from zerosync_strategy.core.comm.streams import Streams
 from zerosync_strategy.core.engine import gathering, zero3
 from zerosync_strategy.core.engine.torch_internals import for_training
@@ -254,13 +255,13 @@ class NodeShards(Copies[torch.Tensor]):
         values.copy_(nodes.rows_of_local_rank(padded.view(-1, values.shape[1])))
 
 
-def _nodes(param: Zero3Parameter) -> Any:
+def _nodes(param: Zero3Parameter) -> Nodes:
     return param._zerosync_record.group.nodes
 
 
 @for_training
 def gather_node_shards(
-    nodes: Any, shards: Mapping[Zero3Parameter, torch.Tensor], counter: SentCounter, tag: int, label: object
+    nodes: Nodes, shards: Mapping[Zero3Parameter, torch.Tensor], counter: SentCounter, tag: int, label: object
 ) -> gathering.Arrival:
     """Gather parameters as :class:`gathering.ShardGather` does, but from the ranks of this node alone.
 

@@ -119,7 +119,7 @@ def _readable(stock: type, names: tuple[str, ...], traced: _Traced) -> type:
     return type(stock.__name__, (stock,), attributes)
 
 
-def _make_entries(module: nn.Module, entries: dict[str, Any], prefix: str, _: object) -> None:
+def _make_entries(module: nn.Module, entries: dict[str, object], prefix: str, _: object) -> None:
     """Make each entry that ``state_dict()`` has found in ``module`` an :class:`Entry`, which one rank may copy."""
     for name in module._parameters:
         if type(entry := entries.get(f"{prefix}{name}")) is Alias:
@@ -137,7 +137,7 @@ def _as_it_is(module: Any, name: str) -> torch.Tensor:
 def _property(name: str, traced: _Traced) -> property:
     """A module's attribute for a parameter. Pruning and the like replace the parameter by another attribute."""
 
-    def replace(module: nn.Module, value: Any) -> None:
+    def replace(module: nn.Module, value: object) -> None:
         vars(module)[_PLACEHOLDERS].pop(name, None)
         vars(module)[name] = value
 
@@ -148,18 +148,18 @@ def _property(name: str, traced: _Traced) -> property:
     return property(_reader(name, traced), replace, delete)
 
 
-def _replacement(module: nn.Module, name: str) -> Any:
+def _replacement(module: nn.Module, name: str) -> object:
     if name not in module.__dict__:
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
     return module.__dict__[name]
 
 
-def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
+def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], object]:
     from torch._dynamo.eval_frame import skip_code
 
     read_eagerly = torch.compiler.disable(_read_eagerly)
 
-    def read(module: Any) -> Any:
+    def read(module: Any) -> object:
         # A trace must not see a parameter that its module's hooks do not keep unsharded: it may be resharded,
         # and its gradient, a full one, would not have its shape.
         if (
@@ -184,7 +184,7 @@ def _reader(name: str, traced: _Traced) -> Callable[[nn.Module], Any]:
     return read
 
 
-def _read_eagerly(module: nn.Module, name: str, param: Zero3Parameter) -> Any:
+def _read_eagerly(module: nn.Module, name: str, param: Zero3Parameter) -> torch.Tensor:
     placeholder = vars(module)[_PLACEHOLDERS].get(name)
     if placeholder is None or not (values := of_placeholder(placeholder)[0]).is_asked:
         return param

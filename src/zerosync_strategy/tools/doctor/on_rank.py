@@ -23,6 +23,7 @@ from torch import nn
 
 from zerosync_strategy.core.attaching import attach
 from zerosync_strategy.core.engine.compat import prepare_cpu
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.handle import ZeroSync
 
 MEASURED = "doctor measured "
@@ -61,7 +62,7 @@ def begin(kind: str) -> torch.device:
 
 
 @contextmanager
-def attached(model: nn.Module, stage: int, **config: Any) -> Iterator[tuple[Any, ZeroSync]]:
+def attached(model: nn.Module, stage: int, **config: object) -> Iterator[tuple[DeepSpeedEngine, ZeroSync]]:
     """An engine that trains ``model`` by SGD, and its handle."""
     given = {
         "train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
@@ -182,7 +183,7 @@ def faults(device: torch.device) -> None:
         train()
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one ``run`` of several in a row, on the slowest rank."""
     spent = torch.zeros((), device=device)
     for _ in ("warm-up", "timed"):

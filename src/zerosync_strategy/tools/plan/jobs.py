@@ -102,7 +102,7 @@ class OptionSet:
         return f"{self.system} {self.stage}{''.join(given)}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, dict):
         some = {where: size for where, size in value.items() if size != 0} or value
         return " + ".join(f"{_short(size)} on the {where}" for where, size in some.items())
@@ -113,7 +113,7 @@ def usual_sets(
     stages: tuple[int, ...] = (1, 2, 3),
     stock: bool = True,
     cluster: Cluster | None = None,
-    block: Mapping[str, Any] | None = None,
+    block: Mapping[str, object] | None = None,
 ) -> list[OptionSet]:
     """Return option sets for each of ``stages``: ZeroSync with budgets that trade memory for bytes, and stock.
 
@@ -229,7 +229,7 @@ def _sizes(text: str) -> dict[str, Any]:
     return {"model_type": "llama", "use_cache": False} | {_SIZES[name]: size for name, size in sizes.items()}
 
 
-def _batch_for(module: nn.Module, workload: Workload) -> Any:
+def _batch_for(module: nn.Module, workload: Workload) -> dict[str, torch.Tensor] | tuple[torch.Tensor, ...]:
     if hasattr(module, "get_input_embeddings"):
         tokens = torch.zeros(workload.batch, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}

@@ -190,11 +190,11 @@ class ProcessCounter(SentCounter):
         self.stop()
 
 
-def _counted(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(name: str, stock: Callable[..., object]) -> Callable[..., object]:
     kind, payload = _METHODS[name]
 
     @functools.wraps(stock)
-    def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> object:
         tensors = _tensors(args[payload])
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if kind.startswith("reduce_scatter") and not is_native(group, tensors[0].device):

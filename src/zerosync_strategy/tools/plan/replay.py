@@ -66,7 +66,7 @@ def main(workload: Workload, cluster: Cluster, sets: Sequence[OptionSet], out: i
         os.wait()
 
 
-def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str, Any]:
+def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str, object]:
     """Train a few steps as rank 0 of ``cluster``, and return what the last one sent and held.
 
     ``peak`` is the memory by kind when the sum is largest; ``copied_bytes`` is host memory. ``nbytes_once`` is the sum
@@ -106,7 +106,7 @@ def replay(workload: Workload, options: OptionSet, cluster: Cluster) -> dict[str
     }
 
 
-def _units(handle: ZeroSync | None) -> dict[str, Any]:
+def _units(handle: ZeroSync | None) -> dict[str, object]:
     """Return the units of ZeRO-3: the number of modules by class, and the bytes of the largest."""
     stage = None if handle is None else handle._attached.stage
     if not isinstance(stage, ShardedStage):
@@ -127,7 +127,7 @@ def _join(cluster: Cluster) -> None:
         nodes.on_one_host = lambda process_group: on_one_node
 
 
-def _in_bytes(options: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
+def _in_bytes(options: Mapping[str, object], nbytes: int) -> dict[str, Any]:
     """Return ``options`` with a budget in bytes, if it was given as a part of all parameters, of ``nbytes``."""
     match options.get("param_memory_budget"):
         case float(part):
@@ -159,7 +159,7 @@ def _engine(
 
 
 def _steps(
-    engine: DeepSpeedEngine, batch: Any, backwards: int, handle: ZeroSync | None, ledger: Ledger, cluster: Cluster
+    engine: DeepSpeedEngine, batch: object, backwards: int, handle: ZeroSync | None, ledger: Ledger, cluster: Cluster
 ) -> list[Mapping[str, Traffic]]:
     """Train the steps after which they repeat; return what the last step sent in each backward, and in its end."""
 
