@@ -45,7 +45,7 @@ from zerosync_strategy.core.comm.nodes import Topology, message_sizes
 from zerosync_strategy.core.engine import compilation, engine_state, param_functions, patches, zero
 from zerosync_strategy.core.engine.compat import allow_any_model, leave_out_ranges
 from zerosync_strategy.core.engine.patches import interpose, replaced, restore
-from zerosync_strategy.core.engine.types import DeepSpeedEngine, ZeroOptimizer
+from zerosync_strategy.core.engine.types import DeepSpeedEngine
 from zerosync_strategy.core.failures.misused_gradients import LocalChanges
 from zerosync_strategy.core.failures.rank_state import Doing
 from zerosync_strategy.core.failures.rank_status import Activity, rank_status
@@ -132,7 +132,7 @@ class AttachedEngine:
 
     # ---- attaching and detaching ---------------------------------------------------------------------------------
 
-    def begin(self, *layers: tuple[DeepSpeedEngine | ZeroOptimizer, type]) -> None:
+    def begin(self, *layers: tuple[Any, type]) -> None:
         """Interpose ``layers``, each an object of DeepSpeed and the overrides of its methods, and start."""
         parts, engine = self.parts, self.parts.engine
         group = zero.data_parallel_group(engine.optimizer)

@@ -353,7 +353,7 @@ class WholeStage3Overrides(WholeOverrides, Stage3Overrides):
     def _clear_fp32_optimizer_param_groups(self) -> None:
         """Does nothing: it keeps them."""
 
-    def get_full_hp_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> torch.Tensor:
+    def get_full_hp_param(self, param: Zero3Parameter, optim_state_key: str | None = None) -> torch.Tensor | None:
         if optim_state_key is None:
             return super().get_full_hp_param(param)
         return self._zerosync_attached.stage.stepper.read_state(param, optim_state_key)
