@@ -102,6 +102,7 @@ def train(
     zero = {
         "stage3_param_persistence_threshold": WIDTH + 1, "stage3_max_live_parameters": WIDTH * WIDTH,
         "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": WIDTH * WIDTH,
+        "reduce_bucket_size": WIDTH * WIDTH,  # a device keeps some buckets more
     }  # fmt: skip
     engine = make_engine(net, torch.optim.AdamW(net.parameters(), lr=0.01), stage, zero)
     limit = BASE + int((0.5 + room) * MODEL)

@@ -445,7 +445,9 @@ def test_whole_numbers_of_16_bits_are_exact(nodes: int, size: int, precision: st
                 if (k + 1) % BACKWARDS == 0:
                     engine.step()
             report = zerosync.report
-            assert 0 < report.bytes_sent_between_nodes <= report.floor_bytes_between_nodes + 80, report
+            # Of a device on stage 3, alignment of each layer and the comparison of gathers, too.
+            more = 140 if SIMULATED in os.environ and stage == 3 else 80
+            assert 0 < report.bytes_sent_between_nodes <= report.floor_bytes_between_nodes + more, report
             for value, each in zip(full_parameters(module).values(), expected, strict=True):
                 assert each.abs().max() > 10
                 assert torch.equal(value.float(), each), (stage, precision)
