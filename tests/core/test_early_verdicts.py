@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +23,8 @@ from tests.harness.told import LOOK, Told, end_soon, look_often, told_by
 from zerosync_strategy import attach
 from zerosync_strategy.core.comm.collectives import InFlight
 from zerosync_strategy.core.comm.journal import issue
-from zerosync_strategy.core.failures.rank_status import rank_status
+from zerosync_strategy.core.failures.rank_status import HangWatch, rank_status
+from zerosync_strategy.core.failures.words import Report
 
 MINUTES = timedelta(minutes=4)  # the timeout, of which none of these waits sees the half
 pytestmark = pytest.mark.off_device("gloo's waits block the host")
@@ -193,3 +196,35 @@ def test_nothing_is_said_while_all_are_in_one_collective(tmp_path: Path, ahead: 
         return told.getvalue()
 
     assert run_ranks(run, timeout=90) == ["", ""]
+
+
+@pytest.mark.parametrize("goes_on", ["moves", "waits for nothing", "waits for something else", "ends"])
+def test_who_goes_on_is_told_nothing(goes_on: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It does so while it asks, each time: what is found is of ranks that may since have ended, as it does itself."""
+    moves, waits_for, asked = [7], ["a barrier"], threading.Event()
+
+    def ask() -> Report:
+        asked.set()
+        if goes_on == "moves":
+            moves[0] += 1
+        elif goes_on == "ends":
+            watch._ended.wait(10)
+        else:
+            waits_for[0] = "" if goes_on == "waits for nothing" else f"another {waits_for[0]}"
+        return Report("rank 1 has ended without an error", [], certain=True)
+
+    watch = HangWatch(0.06, lambda: moves[0], lambda: waits_for[0], ask)
+    assert asked.wait(10)
+    time.sleep(0.2 if goes_on != "ends" else 0)
+    watch.end()
+    assert not watch._thread.is_alive() and capsys.readouterr().err == ""
+
+
+def test_who_waits_for_one_thing_after_another_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """A program's own collectives, one at each look: after the first, nobody is asked, and nobody is told."""
+    numbers, asked = itertools.count(), []
+    watch = HangWatch(0.06, lambda: 7, lambda: f"all_reduce {next(numbers)}", lambda: asked.append(1) or Report("", []))
+    while next(numbers) < 40:
+        time.sleep(0.01)
+    watch.end()
+    assert len(asked) <= 1 and capsys.readouterr().err == ""

@@ -49,23 +49,26 @@ class HangWatch:
 
     On NCCL, the host does not wait in collectives: no error is raised until torch's watchdog ends the process. On gloo,
     one comes at the timeout. So a thread looks every few seconds whether the main thread makes progress: it has not
-    moved if ``moves`` returns the same number again. If it waits for other ranks then, this rank asks all ranks
-    (``inquiry``), at the first such look, the second, the fourth and so on. A certain report is printed at once, any
-    other after ``patience`` seconds, each once until the main thread moves. Reports of other ranks' inquiries count::
+    moved if ``moves`` returns the same number again, and it waits for the same as before: a program's own collectives
+    move it, too. If it waits for other ranks then, this rank asks all ranks (``inquiry``), at the first such look, the
+    second, the fourth and so on. A certain report is printed at once, any other after ``patience`` seconds, each once
+    until the main thread moves; none of an inquiry during which it has moved. Reports of other ranks' inquiries count::
 
         moving --- a look without progress, while it waits ---> stuck --- a report ---> told ---> told for certain
           ^                                                       |                       |               |
           +------------------- the main thread moves -------------+-----------------------+---------------+
 
-    ``waits`` returns whether it waits for other ranks now, and may take a second. ``ask`` returns the report.
+    ``waits`` returns what it waits for now, empty if for no other rank, and may take a second. ``ask`` returns the
+    report.
     """
 
     def __init__(
-        self, patience: float, moves: Callable[[], int], waits: Callable[[], bool], ask: Callable[[], Report]
+        self, patience: float, moves: Callable[[], int], waits: Callable[[], str], ask: Callable[[], Report]
     ) -> None:
         self._patience, self._moves, self._waits, self._ask = patience, moves, waits, ask
         self._pause = min(LOOK_SECONDS, patience / _LOOKS)
         self._last, self._since, self._looks, self._told = -1, time.monotonic(), 0, _Told.NOTHING
+        self._waited_for = ""  # at the last look; empty: not looked at, or for nothing
         self._has_heard = False  # a report since the last look
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="zerosync-hang-watch", daemon=True)
@@ -94,14 +97,18 @@ class HangWatch:
     def is_stuck(self) -> bool:
         """Return whether the main thread waits for others as at the last look, and no certain verdict is printed."""
         moves = self._moves()
+        waits_for = self._waits() if moves == self._last else ""
         with self._lock:
-            if moves != self._last:
-                self._last, self._since, self._told = moves, time.monotonic(), _Told.NOTHING
-                return False
-        return self._told is not _Told.CERTAIN and self._waits()
+            has_moved = not waits_for or self._waited_for not in ("", waits_for)
+            self._last, self._waited_for = moves, waits_for
+            if has_moved:
+                self._since, self._told = time.monotonic(), _Told.NOTHING
+        return not has_moved and self._told is not _Told.CERTAIN
 
     def hear(self, found: Report) -> None:
-        """Print the report of an inquiry, if it is certain or this rank has waited for long."""
+        """Print the report of an inquiry, if this rank still waits, and if it is certain or has waited for long."""
+        if self._ended.is_set() or not self.is_stuck():
+            return
         with self._lock:
             self._has_heard = True
             waited = time.monotonic() - self._since
@@ -218,8 +225,9 @@ class RankStatus:
             self._inquiries.end()
         self._watch = self._inquiries = None
 
-    def _waits(self) -> bool:
-        return bool(self._state().with_pending().waits_for)
+    def _waits(self) -> str:
+        state = self._state().with_pending()
+        return state.waits_for and f"{state.waits_for} {state.wait.key if state.wait else ''}"
 
     def _heard(self, summary: Callable[[], Report]) -> None:
         """Take the report of another rank's inquiry, if this rank waits, too."""
