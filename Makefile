@@ -19,6 +19,7 @@ BIN := $(abspath $(VENV))/bin
 RUN := PATH="$(BIN):$$PATH"
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+CHECKS := "$(BIN)/ruff" check && "$(BIN)/ruff" format --check && "$(BIN)/mypy"
 PIP := "$(BIN)/python" -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -c constraints.txt
 
@@ -60,8 +61,11 @@ demo: $(STAMP)
 	$(RUN) "$(BIN)/python" examples/lightning_gpt.py $(DEMO_ARGS)
 
 test-all: EXTENDED := --extended all
-test test-all: check
-	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(EXTENDED) $(PYTEST_ARGS)
+# What is checked beside the tests, on a processor that they leave idle, is said after them.
+test test-all: $(STAMP)
+	{ $(CHECKS); } > "$(VENV)/checks.log" 2>&1 & \
+	$(RUN) "$(BIN)/python" -m pytest -n $(WORKERS) --dist worksteal $(EXTENDED) $(PYTEST_ARGS); tests=$$?; \
+	wait $$!; checks=$$?; cat "$(VENV)/checks.log"; exit $$((tests | checks))
 
 # Where rounding would show: bounds that hold here and there do not depend on the processor.
 NUMERIC := tests/harness/test_rounding.py \
@@ -108,9 +112,7 @@ mutants: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.mutants $(WORDS)
 
 check: $(STAMP)
-	"$(BIN)/ruff" check
-	"$(BIN)/ruff" format --check
-	"$(BIN)/mypy"
+	$(CHECKS)
 
 equal: $(STAMP)
 	$(RUN) "$(BIN)/python" -m tests.equality --base "$(BASE)"

@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--simulated"):
         os.environ["ZEROSYNC_TEST_SIMULATED"] = "1"
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # till all is collected: nothing that is imported goes again, and looking for it takes seconds
         importlib.import_module("tests.harness.warm")  # tests run here, not in workers that this process starts
 
 
@@ -67,6 +68,7 @@ def pytest_collection_finish() -> None:
     """What is here by now, no garbage collection of a rank looks through, which would copy the pages that it is in."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     use_huge_pages()
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness import engines
+from tests.harness.optimizers import muon
 from tests.harness.ranks import run_ranks
 from zerosync_strategy import attach, prepare_cpu
 from zerosync_strategy.core.engine import zero
@@ -26,7 +27,7 @@ def measure(stage: int, world_size: int, rank: int) -> tuple[float, float, float
     prepare_cpu()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(MATRICES)])
-    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    optimizer = muon(model)
     bucket = 4 * WIDTH**2
     zero_options = {"reduce_bucket_size": bucket, "stage3_prefetch_bucket_size": bucket}
     zero_options |= {"stage3_param_persistence_threshold": 0}

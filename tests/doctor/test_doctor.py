@@ -159,6 +159,7 @@ def broken(how: Callable[[], None]) -> str:
     return " ".join(f"{each.error} {each.message}" for each in outcomes)
 
 
+@pytest.mark.extended  # test_gpus.py trains by the same program, on forked ranks
 def test_the_self_test_passes() -> None:
     assert ranks.self_test(timeout=150).level is Severity.OK
 

@@ -82,8 +82,9 @@ def _rounded(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.float64:
         return value
     nearest = value.float()
-    beyond = torch.add(nearest, value - nearest, alpha=2.0**60).float()
-    return torch.where(nearest.isfinite(), torch.nextafter(nearest, beyond), nearest)
+    beyond = torch.lerp(nearest.double(), value, 2.0**60).float()
+    is_finite = (nearest - nearest).logical_not()  # each operator counts here: isfinite() would be five
+    return torch.where(is_finite, torch.nextafter(nearest, beyond), nearest)
 
 
 def bounded(compute: Callable[[], Any], meanwhile: AbstractContextManager[Any] | None = None) -> Any:

@@ -24,7 +24,9 @@ import deepspeed
 import torch
 import tqdm
 
+from tests.harness.optimizers import muon
 from zerosync_strategy.core.engine import contract, deepspeed_internals, torch_internals
+from zerosync_strategy.core.optimizer.probe import probe
 
 # What would otherwise be imported anew on every rank: by deepspeed.initialize(), by frameworks, by a compilation.
 LATE = """
@@ -50,5 +52,6 @@ for table in (*deepspeed_internals.EVERY_TABLE, *torch_internals.EVERY_TABLE):
             contract.names_in(internal.named_in)  # each attach() looks there, and the first of a process reads it
 
 torch.set_num_threads(1)
+probe(muon(torch.nn.Linear(2, 2, bias=False)))  # of its class: a second of each rank where bf16 is emulated
 tqdm.tqdm.monitor_interval = 0  # else the first progress bar in this process starts a thread
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -12,6 +12,7 @@ import copy
 import enum
 import io
 import itertools
+import pickle
 import random
 import warnings
 from collections import OrderedDict, defaultdict
@@ -238,7 +239,8 @@ def _ranks(tensors: Tensors) -> list[Tensors]:
 
 def _random_states() -> list[object]:
     """Return the comparable states of all random generators that an optimizer may draw from."""
-    return [bytes(torch.get_rng_state().numpy()), random.getstate(), repr(numpy.random.get_state(legacy=False))]
+    of_numpy = pickle.dumps(numpy.random.get_state(legacy=False))
+    return [bytes(torch.get_rng_state().numpy()), random.getstate(), of_numpy]
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
