@@ -131,7 +131,10 @@ def test_a_new_process_group_ends_the_thread_of_the_old() -> None:
     assert counts[3] == counts[5], counts
 
 
-def test_a_rank_goes_through_the_phases_of_the_table(statuses: list[RankStatus]) -> None:
+def test_a_rank_goes_through_the_phases_of_the_table(
+    statuses: list[RankStatus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerosync_strategy.core.failures.inquiry._SETTLE_SECONDS", 0.02)
     one, other = statuses[:2]
 
     def told() -> str:

@@ -7,5 +7,5 @@ from tests.harness.simulated import on_simulated_device
 from zerosync_strategy.tools.doctor import on_rank
 
 if __name__ == "__main__":
-    on_rank.TIMEOUT = timedelta(seconds=20)
+    on_rank.TIMEOUT = timedelta(seconds=12)
     on_simulated_device(lambda: on_rank.main(sys.argv[1], sys.argv[2:]))
