@@ -83,7 +83,7 @@ def _rounded(value: Any) -> Any:
         return value
     nearest = value.float()
     beyond = torch.lerp(nearest.double(), value, 2.0**60).float()
-    is_finite = (nearest - nearest).logical_not()  # each operator counts here: isfinite() would be five
+    is_finite = (nearest - nearest).logical_not()  # two operators, where isfinite() is four
     return torch.where(is_finite, torch.nextafter(nearest, beyond), nearest)
 
 

@@ -52,6 +52,6 @@ for table in (*deepspeed_internals.EVERY_TABLE, *torch_internals.EVERY_TABLE):
             contract.names_in(internal.named_in)  # each attach() looks there, and the first of a process reads it
 
 torch.set_num_threads(1)
-probe(muon(torch.nn.Linear(2, 2, bias=False)))  # of its class: a second of each rank where bf16 is emulated
+probe(muon(torch.nn.Linear(2, 2, bias=False)))  # its finding is kept: a second less on each rank where bf16 is emulated
 tqdm.tqdm.monitor_interval = 0  # else the first progress bar in this process starts a thread
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

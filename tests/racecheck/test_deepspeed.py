@@ -60,7 +60,7 @@ def findings(*args: Any, **kwargs: Any) -> list[tuple[Kind, str]]:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_nothing_is_left_unordered(scenario: str) -> None:
     stages = (2, 3) if scenario == "bf16, fp32 sums" else (1, 2, 3)  # on stage 1 that is refused
-    producers = (1, 3) if scenario == "not coalesced" else (3,)
+    producers = (1, 2, 3) if scenario == "not coalesced" else (3,)
 
     def run() -> Any:
         options = SCENARIOS[scenario]

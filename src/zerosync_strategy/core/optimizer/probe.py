@@ -237,10 +237,9 @@ def _ranks(tensors: Tensors) -> list[Tensors]:
     return [[flat[:cut]], [flat[cut:]]]
 
 
-def _random_states() -> list[object]:
+def _random_states() -> bytes:
     """Return the comparable states of all random generators that an optimizer may draw from."""
-    of_numpy = pickle.dumps(numpy.random.get_state(legacy=False))
-    return [bytes(torch.get_rng_state().numpy()), random.getstate(), of_numpy]
+    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy.random.get_state(legacy=False)))
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
